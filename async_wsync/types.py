@@ -1,0 +1,314 @@
+"""Plain data and the seams between the parts. Nothing here does any work."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "BucketSpec",
+    "Call",
+    "EngineInfo",
+    "EngineOutcome",
+    "EngineState",
+    "EventHook",
+    "GroupSpec",
+    "HeldLock",
+    "Manifest",
+    "ParamMeta",
+    "PauseMode",
+    "Progress",
+    "RolloutEngine",
+    "Timeouts",
+    "UpdateEvent",
+    "UpdateLock",
+    "UpdateSpec",
+    "WeightSource",
+    "WireFormat",
+]
+
+
+class EngineState(enum.StrEnum):
+    """What an engine's weights are, as far as one broadcaster knows."""
+
+    STALE = "stale"  # whole, but not the version we last published
+    UPDATING = "updating"  # inside a bracket; may hold a mix
+    CURRENT = "current"  # whole, and on a published version
+    TORN = "torn"  # may hold a mix, or a whole version nobody published
+    LOST = "lost"  # dead, replaced, or silent: out until it is replaced or answers a reset
+
+
+class PauseMode(enum.StrEnum):
+    """What happens to running requests while weights change."""
+
+    ABORT = "abort"  # requests end now, with what they have
+    DRAIN = "drain"  # requests finish first
+    RECOMPUTE = "recompute"  # requests stay, their cache is dropped and computed again
+    KEEP = "keep"  # requests and cache stay; the cache is of the old weights
+
+
+class WireFormat(enum.StrEnum):
+    """How a bucket's bytes lie on the wire."""
+
+    PACKED = "packed"  # ours: small tensors in one aligned flat buffer, large ones from their own storage
+    FLATTENED = "flattened_bucket"  # SGLang's: one flat buffer without padding
+    PER_TENSOR = "per_tensor"  # one broadcast a tensor, in order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamMeta:
+    """One named tensor as it travels. ``dtype`` is torch's name without the ``torch.`` ("bfloat16")."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """The ordered tensors of an update.
+
+    ``aliases`` maps further names to a name in ``params`` that shares its storage (tied weights):
+    they are not sent, and the engine fills them from their original.
+    """
+
+    params: tuple[ParamMeta, ...]
+    aliases: tuple[tuple[str, str], ...] = ()
+
+    def fingerprint(self) -> str:
+        digest = hashlib.blake2b(digest_size=16)
+        for meta in self.params:
+            digest.update(f"{meta.name}\0{meta.dtype}\0{meta.shape}\n".encode())
+        for alias, name in self.aliases:
+            digest.update(f"{alias}\0={name}\n".encode())
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeouts:
+    """Every limit, in seconds. No wait in this library lacks one.
+
+    ``drain`` bounds how long calls already sent may take to settle once an update has failed or was
+    cancelled; ``idle`` how long the source may take to yield its next tensor; ``total`` a whole update.
+    """
+
+    connect: float = 60.0
+    lock: float = 600.0
+    pause: float = 60.0
+    flush: float = 60.0
+    begin: float = 30.0
+    bucket: float = 60.0
+    idle: float = 300.0
+    end: float = 60.0
+    resume: float = 30.0
+    drain: float = 30.0
+    close: float = 10.0
+    total: float = 1800.0
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            if not getattr(self, f.name) > 0:
+                raise ValueError(f"Timeouts.{f.name} must be above 0 seconds, got {getattr(self, f.name)!r}")
+
+    def scaled(self, factor: float) -> Timeouts:
+        """All limits times ``factor``: above 1 for slow links, below for tests."""
+        if not factor > 0:
+            raise ValueError(f"factor must be above 0, got {factor!r}")
+        return replace(self, **{f.name: getattr(self, f.name) * factor for f in fields(self)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSpec:
+    """All a member needs to join an update group. The source is rank 0.
+
+    ``epoch`` rises with every group that a source builds, and stands in ``name``: a group is never
+    repaired, only replaced, and a stale source talks to a group that no longer exists.
+    ``timeout`` bounds every collective, ``connect_timeout`` the rendezvous, both in seconds.
+    """
+
+    name: str
+    backend: str
+    master_address: str
+    master_port: int
+    world_size: int
+    epoch: int
+    timeout: float
+    connect_timeout: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketSpec:
+    """One bucket: these tensors, in this order, sent together."""
+
+    index: int
+    params: tuple[ParamMeta, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateSpec:
+    """What an update will send, agreed with every engine before the first byte.
+
+    ``strict``: the manifest must name every tensor of the engine. Not strict: the update may be a part.
+    """
+
+    update_id: str
+    version: int
+    manifest: Manifest
+    buckets: tuple[BucketSpec, ...]
+    group: str
+    strict: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What travels with every engine call: who calls, under which fence, and for how long it will wait."""
+
+    source: str
+    fence: int
+    timeout: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """An engine's answer to hello. ``incarnation`` changes whenever its process does."""
+
+    incarnation: str
+    version: int | None = None
+    state: EngineState = EngineState.STALE
+    device: str = "cpu"
+    host: str = ""
+    pid: int = 0
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOutcome:
+    """One engine at the end of an update. ``last_bucket``: highest acknowledged index, None for none."""
+
+    engine: str
+    state: EngineState
+    version: int | None = None
+    last_bucket: int | None = None
+    error: str | None = None
+    phase: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateEvent:
+    """Something happened. ``kind`` is one of: update_started, connected, lock_acquired, paused, flushed, begun,
+    bucket_submitted, bucket_done, ended, published, resumed, engine_torn, engine_lost, update_finished,
+    update_failed. ``at`` is time.monotonic()."""
+
+    kind: str
+    version: int
+    at: float
+    engine: str | None = None
+    bucket: int | None = None
+    detail: str | None = None
+
+
+class Progress(Protocol):
+    """A bar. All calls come on the event loop's thread; what they raise is logged and never fails an update."""
+
+    def start(self, *, version: int, total_bytes: int, num_buckets: int) -> None: ...
+    def advance(self, *, nbytes: int, bucket: int) -> None: ...
+    def close(self, *, status: str) -> None:
+        """``status``: done, failed or cancelled. Called exactly once for every start."""
+
+
+@runtime_checkable
+class WeightSource(Protocol):
+    """Named tensors, in the order of their manifest.
+
+    Both methods run in one dedicated thread, since they may run collectives. ``casts`` tells that tensors
+    may come in another dtype than their meta says, and are to be cast while they are packed.
+    """
+
+    casts: bool
+
+    def manifest(self) -> Manifest: ...
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]: ...
+
+
+class HeldLock(Protocol):
+    """A lock in hand."""
+
+    @property
+    def fence(self) -> int: ...
+    def set_stage(self, stage: str) -> None:
+        """What the holder is doing, for whoever reads the lock's status."""
+
+
+class UpdateLock(Protocol):
+    """What the broadcaster needs of a lock. ``timeout`` in seconds; None is the lock's own default."""
+
+    def hold(self, *, label: str, timeout: float | None = None) -> AbstractAsyncContextManager[HeldLock]: ...
+
+
+class RolloutEngine(Protocol):
+    """One engine as the broadcaster sees it: an adapter over an actor handle or a URL.
+
+    Every method raises `EngineFailed` or a kind of it, with ``engine`` set, and nothing else; an answer that
+    means failure raises too. The caller never cancels a call that the engine may still be running, except to
+    quarantine the engine. ``num_ranks``: ranks it takes in the update group. ``pipelined``: takes the call for
+    the next bucket while one is under way, and keeps their order. ``supports_fence``: refuses stale callers itself.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def num_ranks(self) -> int: ...
+    @property
+    def wire_format(self) -> WireFormat: ...
+    @property
+    def pipelined(self) -> bool: ...
+    @property
+    def supports_fence(self) -> bool: ...
+
+    async def hello(self, call: Call) -> EngineInfo: ...
+    async def join(self, call: Call, group: GroupSpec, *, rank_offset: int) -> None: ...
+    async def leave(self, call: Call, group: str) -> None: ...
+    async def check(self, call: Call, update: UpdateSpec) -> tuple[str, ...]:
+        """Agree on the manifest (or raise `EngineRejected`); returns notes on what could not be checked."""
+        ...
+
+    async def pause(self, call: Call, mode: PauseMode) -> None: ...
+    async def flush(self, call: Call) -> None:
+        """One attempt to drop the cache; `EngineBusy` where the engine refuses for now."""
+        ...
+
+    async def begin(self, call: Call, update: UpdateSpec) -> None: ...
+    async def receive(self, call: Call, update: UpdateSpec, bucket: BucketSpec) -> None:
+        """Announce a bucket; returns once the engine holds and has applied all of it."""
+        ...
+
+    async def end(self, call: Call, update: UpdateSpec) -> None: ...
+    async def publish(self, call: Call, version: int) -> None: ...
+    async def resume(self, call: Call) -> None: ...
+    async def abort(self, call: Call, group: str) -> None:
+        """Break off a receive in progress, fast; the group is dead afterwards. Never waits for other members."""
+        ...
+
+    async def reset(self, call: Call) -> None:
+        """Close whatever session a dead or failed source left open; the engine stays paused."""
+        ...
+
+    async def checksums(self, call: Call) -> dict[str, str] | None:
+        """Digest per tensor name as `core.checksum` computes them, or None where the engine has none."""
+        ...
+
+    async def aclose(self) -> None:
+        """Free what the adapter itself holds (connections); the engine stays."""
+        ...
+
+
+EventHook = Callable[[UpdateEvent], None]
