@@ -1,0 +1,200 @@
+"""Every engine call of one update: started as its own task, raced, and settled before the lock goes.
+
+A call that was sent can't be taken back, so its task is never cancelled while the engine may still be
+working on it. It ends by an answer, or its engine is quarantined.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from async_wsync.errors import BroadcastFailed, EngineDied, EngineFailed, EngineReplaced, EngineTimeout
+from async_wsync.runtime.cancellation import settle
+from async_wsync.types import RolloutEngine
+
+__all__ = ["EngineCalls", "Interrupt", "Sent", "blame"]
+
+
+class Interrupt:
+    """The one way to stop an update from outside: a reason that every wait of it races against."""
+
+    def __init__(self) -> None:
+        self.reason: Exception | None = None
+        self._future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def fire(self, reason: Exception) -> None:
+        if self.reason is None:
+            self.reason = reason
+            self._future.set_result(None)
+
+    @property
+    def future(self) -> asyncio.Future[None]:
+        return self._future
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sent:
+    """One call: to whom, in which phase, and the task that waits for its answer."""
+
+    engine: str
+    phase: str
+    bucket: int | None
+    task: asyncio.Task[Any]
+
+    @property
+    def failure(self) -> BaseException | None:
+        if not self.task.done() or self.task.cancelled():
+            return None
+        return self.task.exception()
+
+
+class EngineCalls:
+    """The calls of one update, oldest first."""
+
+    def __init__(self, interrupt: Interrupt) -> None:
+        self.interrupt = interrupt
+        self._sent: list[Sent] = []
+
+    def start(
+        self, engine: RolloutEngine, phase: str, call: Coroutine[Any, Any, Any], *, bucket: int | None = None
+    ) -> Sent:
+        task = asyncio.get_running_loop().create_task(call, name=f"wsync {phase} {engine.name}")
+        task.add_done_callback(_mark_retrieved)
+        sent = Sent(engine.name, phase, bucket, task)
+        self._sent.append(sent)
+        return sent
+
+    async def everyone(
+        self,
+        phase: str,
+        engines: Iterable[RolloutEngine],
+        make: Callable[[RolloutEngine], Coroutine[Any, Any, Any]],
+        *,
+        limit: float,
+        field: str,
+        also: Iterable[asyncio.Future[Any]] = (),
+    ) -> dict[str, Any]:
+        """Call all engines at once; their answers by name, or the first failure as soon as it is there.
+
+        ``also``: further futures that must succeed for the phase to be over (a collective, say).
+        """
+        sent = [self.start(engine, phase, make(engine)) for engine in engines]
+        await self.first_failure(sent, also=also, limit=limit, field=field)
+        answers = {s.engine: s.task.result() for s in sent}
+        self.forget(sent)
+        return answers
+
+    async def first_failure(
+        self, sent: list[Sent], *, also: Iterable[asyncio.Future[Any]] = (), limit: float, field: str
+    ) -> None:
+        """Return once all have succeeded; raise the first failure, the interruption, or `EngineTimeout`."""
+        waited: set[asyncio.Future[Any]] = {s.task for s in sent} | set(also)
+        deadline = asyncio.get_running_loop().time() + limit
+        while waited:
+            left = deadline - asyncio.get_running_loop().time()
+            done, _ = await asyncio.wait(
+                waited | {self.interrupt.future}, timeout=max(left, 0.0), return_when=asyncio.FIRST_COMPLETED
+            )
+            if self.interrupt.reason is not None:
+                raise self.interrupt.reason
+            for future in done:
+                future.result()
+            waited -= done
+            if not done:
+                raise late(sent, field=field, limit=limit)
+
+    def pending(self) -> list[Sent]:
+        return [s for s in self._sent if not s.task.done()]
+
+    def failures(self) -> list[Sent]:
+        return [s for s in self._sent if s.failure is not None]
+
+    def forget(self, sent: Iterable[Sent]) -> None:
+        gone = set(sent)
+        self._sent = [s for s in self._sent if s not in gone]
+
+    async def settle(self, *, limit: float) -> dict[str, Sent]:
+        """Wait until every call has an outcome; the calls that have none after ``limit`` seconds, by engine.
+
+        Those are given up: their tasks end, and their engines must be quarantined.
+        """
+        await settle([s.task for s in self._sent], timeout=limit)
+        silent = {s.engine: s for s in self.pending()}
+        for sent in self.pending():
+            sent.task.cancel()
+        await settle([s.task for s in self._sent], timeout=1.0)
+        return silent
+
+
+def late(sent: list[Sent], *, field: str, limit: float) -> EngineTimeout:
+    """The error of a phase that ran over its limit, naming all who had not answered."""
+    waiting = [s for s in sent if not s.task.done()]
+    first = waiting[0] if waiting else sent[0]
+    where = first.phase if first.bucket is None else f"{first.phase} {first.bucket}"
+    names = ", ".join(s.engine for s in waiting) or "the collective"
+    return EngineTimeout(
+        f"{where}: no answer from {names} within {limit:g} s (Timeouts.{field}). The engine may be stopped, "
+        f"overloaded, or cut off; raise Timeouts.{field} if it only needs longer.",
+        engine=first.engine if waiting else "",
+        phase=first.phase,
+        bucket=first.bucket,
+        field=field,
+        seconds=limit,
+        waiting_for=tuple(s.engine for s in waiting),
+    )
+
+
+def blame(first: BaseException, calls: EngineCalls, silent: Mapping[str, Sent]) -> tuple[BaseException, set[str]]:
+    """The failure that explains the others, and the engines at fault.
+
+    A broken collective is seen by every member at once, often before the death that broke it. So once all has
+    settled, an engine's own failure is blamed before a broken collective, and an engine that never settled
+    before those that were only waiting for it.
+    """
+    own = [s for s in calls.failures() if _is_own(s.failure)]
+    own.sort(key=lambda s: not isinstance(s.failure, EngineDied | EngineReplaced))
+    at_fault = {s.engine for s in own} | set(silent)
+    if isinstance(first, EngineTimeout):
+        waiting = set(getattr(first, "waiting_for", ())) or set(silent)
+        culprits = at_fault & waiting or (waiting if not at_fault else at_fault)
+        return _renamed(first, culprits), culprits
+    if not _is_collateral(first):
+        return first, at_fault
+    if own:
+        cause = own[0].failure
+        assert cause is not None
+        return cause, at_fault
+    return first, at_fault
+
+
+def _renamed(error: EngineTimeout, culprits: set[str]) -> EngineTimeout:
+    """A deadline names everyone still waiting; afterwards we know who held them up."""
+    if not culprits or culprits == set(getattr(error, "waiting_for", ())):
+        return error
+    facts = {**error.__dict__, "engine": sorted(culprits)[0], "waiting_for": tuple(sorted(culprits))}
+    names = ", ".join(sorted(culprits))
+    where = error.phase if error.bucket is None else f"{error.phase} {error.bucket}"
+    return EngineTimeout(
+        f"{where}: {names} did not answer within {error.seconds:g} s (Timeouts.{error.field}) and held up the rest. "
+        f"The engine may be stopped or cut off; replace it, or raise Timeouts.{error.field} if it only needs longer.",
+        **facts,
+    )
+
+
+def _is_collateral(error: BaseException | None) -> bool:
+    return isinstance(error, BroadcastFailed) or (isinstance(error, EngineFailed) and error.is_collective)
+
+
+def _is_own(error: BaseException | None) -> bool:
+    return isinstance(error, EngineFailed) and not error.is_collective
+
+
+def _mark_retrieved(task: asyncio.Task[Any]) -> None:
+    # Failures are read from the records, maybe never: asyncio must not report them as unretrieved.
+    if not task.cancelled():
+        task.exception()
+
+

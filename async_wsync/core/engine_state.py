@@ -1,0 +1,141 @@
+"""What one broadcaster knows of each engine, and which changes of it make sense.
+
+Pure: no clock, no I/O. The rule that matters is that an engine which may hold a mix of old and
+new weights (``torn``) has only one way back to ``current``: through a whole update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from async_wsync.types import EngineInfo, EngineOutcome, EngineState
+
+__all__ = ["EngineRecord", "Roster"]
+
+_S = EngineState
+_MOVES: dict[EngineState, frozenset[EngineState]] = {
+    _S.STALE: frozenset({_S.UPDATING, _S.LOST, _S.TORN}),
+    _S.CURRENT: frozenset({_S.UPDATING, _S.STALE, _S.LOST, _S.TORN}),
+    _S.UPDATING: frozenset({_S.CURRENT, _S.STALE, _S.TORN, _S.LOST}),
+    _S.TORN: frozenset({_S.UPDATING, _S.LOST, _S.STALE}),
+    _S.LOST: frozenset({_S.STALE, _S.TORN}),
+}
+
+
+@dataclass(slots=True)
+class EngineRecord:
+    """One engine. ``touched``: a byte of the running update may have reached it."""
+
+    name: str
+    state: EngineState = EngineState.STALE
+    version: int | None = None
+    incarnation: str | None = None
+    last_bucket: int | None = None
+    paused: bool = False
+    touched: bool = False
+    error: str | None = None
+    phase: str | None = None
+    notes: list[str] = field(default_factory=list)
+    _before: EngineState = EngineState.STALE
+
+    def move(self, to: EngineState) -> None:
+        assert to is self.state or to in _MOVES[self.state], f"{self.name}: {self.state} -> {to}"
+        self.state = to
+
+    def greet(self, info: EngineInfo) -> bool:
+        """Take in a hello; True where this is another incarnation than the one we knew.
+
+        What an engine says of itself can only lower our opinion of it: it may be torn by another
+        source, but it is current only where we, or it, published a version.
+        """
+        replaced = self.incarnation is not None and self.incarnation != info.incarnation
+        first = self.incarnation is None
+        self.incarnation = info.incarnation
+        if replaced or first or self.state is _S.LOST:
+            self.state = _S.TORN if info.state in (_S.TORN, _S.UPDATING) else _S.STALE
+            self.version = info.version if self.state is _S.STALE else None
+            self.paused = False if replaced else self.paused
+        elif info.state is _S.TORN and self.state in (_S.CURRENT, _S.STALE):
+            self.move(_S.TORN)
+        return replaced
+
+    def begin(self) -> None:
+        self._before = self.state
+        self.touched = False
+        self.last_bucket = self.error = self.phase = None
+        self.notes = []
+        self.move(_S.UPDATING)
+
+    def publish(self, version: int) -> None:
+        self.move(_S.CURRENT)
+        self.version = version
+
+    def fail(self) -> None:
+        """The update ended without this engine publishing it."""
+        if self.state is not _S.UPDATING:
+            return
+        if self.touched:
+            self.move(_S.TORN)
+            self.version = None
+        else:
+            self.state = self._before
+
+    def lose(self) -> None:
+        if self.state is not _S.LOST:
+            self.move(_S.LOST)
+        self.version = None
+
+    @property
+    def whole(self) -> bool:
+        """Holds one version, not a mix."""
+        return self.state in (_S.CURRENT, _S.STALE)
+
+    def outcome(self) -> EngineOutcome:
+        return EngineOutcome(
+            engine=self.name,
+            state=self.state,
+            version=self.version,
+            last_bucket=self.last_bucket,
+            error=self.error,
+            phase=self.phase,
+            notes=tuple(self.notes),
+        )
+
+
+class Roster:
+    """The records of a fleet, by engine name."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, EngineRecord] = {}
+
+    def add(self, name: str) -> EngineRecord:
+        assert name not in self._records, name
+        self._records[name] = EngineRecord(name)
+        return self._records[name]
+
+    def remove(self, name: str) -> None:
+        del self._records[name]
+
+    def __getitem__(self, name: str) -> EngineRecord:
+        return self._records[name]
+
+    def states(self) -> dict[str, EngineState]:
+        return {name: record.state for name, record in self._records.items()}
+
+    def current(self, version: int | None) -> tuple[str, ...]:
+        return tuple(
+            n for n, r in self._records.items() if r.state is _S.CURRENT and version is not None and r.version == version
+        )
+
+    def outcomes(self, names: Iterable[str] | None = None) -> dict[str, EngineOutcome]:
+        return {n: self._records[n].outcome() for n in (self._records if names is None else names)}
+
+    def published(self, version: int, targets: Iterable[str]) -> None:
+        """``targets`` are on ``version``; whoever was current before is stale now."""
+        targets = set(targets)
+        for name, record in self._records.items():
+            if name in targets:
+                record.publish(version)
+            elif record.state is _S.CURRENT and record.version != version:
+                record.move(_S.STALE)
