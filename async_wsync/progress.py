@@ -61,7 +61,7 @@ class NoProgress:
         pass
 
 
-class _Bar(tqdm):  # type: ignore[type-arg]
+class _Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
     """tqdm without its monitor thread and without its cross-process lock: this bar has one writer."""
 
     monitor_interval = 0
