@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
@@ -11,11 +12,12 @@ from async_wsync.core import buckets as b
 from async_wsync.core.checksum import model_digests
 from async_wsync.types import BucketSpec, Manifest, ParamMeta, WireFormat
 
-NAMES = (
-    "float32 bfloat16 float16 float64 int64 int32 int16 int8 uint8 uint16 uint32 bool complex64 complex128 "
-    "float8_e4m3fn float8_e5m2 float8_e8m0fnu float4_e2m1fn_x2"
-).split()
-NAMES = [name for name in NAMES if isinstance(getattr(torch, name, None), torch.dtype)]
+NAMES = [
+    *("float32", "bfloat16", "float16", "float64", "complex64", "complex128", "bool"),
+    *("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn_x2"),
+]
+NAMES = [name for name in NAMES if isinstance(getattr(torch, name, None), torch.dtype)]  # the oldest torch lacks some
 LAYOUTS = ["plain", "transposed", "strided", "column", "expanded", "parameter"]
 FORMATS = list(WireFormat)
 
@@ -120,7 +122,7 @@ def test_a_plan_keeps_the_order_and_overfills_only_for_a_single_tensor(sizes: li
         assert bucket.params
         assert bucket.nbytes == sum(map(b.param_nbytes, bucket.params))
         assert bucket.nbytes <= bucket_bytes or sum(b.param_nbytes(m) > 0 for m in bucket.params) == 1
-    for before, after in zip(plan, plan[1:], strict=False):
+    for before, after in itertools.pairwise(plan):
         first = next(b.param_nbytes(m) for m in after.params if b.param_nbytes(m))
         assert before.nbytes + first > bucket_bytes
 
