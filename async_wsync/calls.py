@@ -112,6 +112,10 @@ class EngineCalls:
     def failures(self) -> list[Sent]:
         return [s for s in self._sent if s.failure is not None]
 
+    def succeeded(self, phase: str) -> list[Sent]:
+        done = [s for s in self._sent if s.phase == phase and s.task.done() and not s.task.cancelled()]
+        return [s for s in done if s.task.exception() is None]
+
     def forget(self, sent: Iterable[Sent]) -> None:
         gone = set(sent)
         self._sent = [s for s in self._sent if s not in gone]
@@ -158,7 +162,7 @@ def blame(first: BaseException, calls: EngineCalls, silent: Mapping[str, Sent]) 
     own.sort(key=lambda s: not isinstance(s.failure, EngineDied | EngineReplaced))
     at_fault = {s.engine for s in own} | set(silent)
     if isinstance(first, EngineTimeout):
-        waiting = set(getattr(first, "waiting_for", ())) or set(silent)
+        waiting = set(first.waiting_for) or set(silent)
         culprits = at_fault & waiting or (waiting if not at_fault else at_fault)
         return _renamed(first, culprits), culprits
     if not _is_collateral(first):
@@ -172,7 +176,7 @@ def blame(first: BaseException, calls: EngineCalls, silent: Mapping[str, Sent]) 
 
 def _renamed(error: EngineTimeout, culprits: set[str]) -> EngineTimeout:
     """A deadline names everyone still waiting; afterwards we know who held them up."""
-    if not culprits or culprits == set(getattr(error, "waiting_for", ())):
+    if not culprits or culprits == set(error.waiting_for):
         return error
     facts = {**error.__dict__, "engine": sorted(culprits)[0], "waiting_for": tuple(sorted(culprits))}
     names = ", ".join(sorted(culprits))

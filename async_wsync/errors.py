@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AcquireTimeout",
     "BroadcastFailed",
+    "Cancelled",
     "EngineBusy",
     "EngineDied",
     "EngineFailed",
@@ -32,6 +33,7 @@ __all__ = [
     "RoundFailed",
     "SelfDeadlock",
     "SourceError",
+    "StaleCall",
     "StaleFence",
     "UpdateFailed",
     "WeightSyncError",
@@ -103,6 +105,10 @@ class PhaseTimeout(WeightSyncError, TimeoutError):
     waiting_for: tuple[str, ...] = ()
 
 
+class Cancelled(WeightSyncError):
+    """Why an update ended when its caller was cancelled; the caller itself sees CancelledError."""
+
+
 class RendezvousError(WeightSyncError):
     """The update group could not be formed. ``missing_ranks`` never said hello."""
 
@@ -149,6 +155,7 @@ class EngineTimeout(EngineFailed, TimeoutError):
 
     field: str = ""
     seconds: float = 0.0
+    waiting_for: tuple[str, ...] = ()
 
 
 class EngineReplaced(EngineFailed):
@@ -161,6 +168,10 @@ class EngineRejected(EngineFailed):
     unknown: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     mismatched: tuple[str, ...] = ()
+
+
+class StaleCall(EngineFailed, StaleFence):
+    """An engine refused a call for its fence: both an `EngineFailed` and a `StaleFence`."""
 
 
 class EngineBusy(EngineFailed):
@@ -187,10 +198,11 @@ class UpdateFailed(WeightSyncError):
     """An update ended without all engines on the new version.
 
     ``outcomes`` has every engine's state, last acknowledged bucket and own error; ``__cause__`` is
-    the first failure. The message is a short table.
+    the first failure, ``at_fault`` names the engines that caused it. The message is a short table.
     """
 
     version: int = 0
     phase: str = ""
     bucket: int | None = None
     outcomes: Mapping[str, EngineOutcome] = {}
+    at_fault: tuple[str, ...] = ()

@@ -34,6 +34,7 @@ class EngineRecord:
     last_bucket: int | None = None
     paused: bool = False
     touched: bool = False
+    needs_reset: bool = True
     error: str | None = None
     phase: str | None = None
     notes: list[str] = field(default_factory=list)
@@ -56,6 +57,7 @@ class EngineRecord:
             self.state = _S.TORN if info.state in (_S.TORN, _S.UPDATING) else _S.STALE
             self.version = info.version if self.state is _S.STALE else None
             self.paused = False if replaced else self.paused
+            self.needs_reset = True
         elif info.state is _S.TORN and self.state in (_S.CURRENT, _S.STALE):
             self.move(_S.TORN)
         return replaced

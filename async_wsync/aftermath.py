@@ -1,0 +1,159 @@
+"""What happens once an attempt has failed, in this order:
+
+1. Nothing new is started, and the groups that may still carry bytes are broken up at both ends.
+2. Every call already sent settles, or its engine is quarantined.
+3. Each engine's state is written down; the failure that explains the others is found.
+4. Sessions left open are closed, and the engines that are whole go on serving.
+
+Only after that may the lock go. None of it raises: trouble on the way out stands beside the cause, never in its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Mapping
+
+from async_wsync.attempt import Attempt, resume
+from async_wsync.calls import Sent, blame
+from async_wsync.errors import EngineDied, EngineReplaced, UpdateFailed, WeightSyncError
+from async_wsync.types import EngineOutcome, EngineState, RolloutEngine
+
+__all__ = ["Aftermath", "table"]
+
+logger = logging.getLogger("async_wsync")
+
+
+class Aftermath:
+    """Brings a failed attempt to rest and says how it ended."""
+
+    def __init__(self, attempt: Attempt, first: BaseException) -> None:
+        self._attempt = attempt
+        self._first = first
+        self.at_fault: set[str] = set()
+        self.notes: list[str] = []
+
+    async def run(self) -> UpdateFailed:
+        attempt = self._attempt
+        failed_in = attempt.story.phase or "update"
+        with attempt.story.during("settle"):
+            aborting = self._break_up()
+            silent = await attempt.calls.settle(limit=attempt.settings.timeouts.drain)
+            for task in aborting:
+                task.cancel()
+        cause, self.at_fault = blame(self._first, attempt.calls, silent)
+        self._write_down(silent, cause)
+        await self._close_sessions()
+        if not attempt.resumed:
+            for failure in await resume([e for e in attempt.engines if attempt.may_resume(e)], attempt):
+                self.notes.append(f"not resumed: {failure}")
+        return self._error(cause, failed_in)
+
+    def _break_up(self) -> list[asyncio.Task[None]]:
+        """Break the groups that are in use; the engines are told too, since the source's leaving frees only some."""
+        attempt = self._attempt
+        stuck = {s.engine for s in attempt.calls.pending() if s.bucket is not None}
+        moving = any(attempt.record(e).touched for e in attempt.engines) and not attempt.ended
+        if not moving and not stuck:
+            return []
+        tasks = []
+        for link in attempt.used:
+            link.abort()
+            call = attempt.call(attempt.settings.timeouts.drain)
+            for engine in link.engines:
+                if engine.name in stuck:
+                    farewell = _abort(engine, engine.abort(call, link.group.spec.name))
+                    tasks.append(asyncio.get_running_loop().create_task(farewell))
+        return tasks
+
+    def _write_down(self, silent: Mapping[str, Sent], cause: BaseException) -> None:
+        attempt = self._attempt
+        for sent in attempt.calls.succeeded("publish"):
+            record = attempt.fleet.roster[sent.engine]
+            if record.state is EngineState.UPDATING:
+                record.publish(attempt.update.version)
+        for sent in attempt.calls.failures():
+            record = attempt.fleet.roster[sent.engine]
+            if record.error is None or isinstance(sent.failure, EngineDied):
+                record.error, record.phase = str(sent.failure), sent.phase
+            if isinstance(sent.failure, EngineDied | EngineReplaced):
+                self._lose(sent.engine)
+        for name, sent in silent.items():
+            record = attempt.fleet.roster[name]
+            record.error, record.phase = f"silent: its {sent.phase} call never settled", sent.phase
+            self._lose(name)
+        for engine in attempt.engines:
+            record = attempt.record(engine)
+            record.fail()
+            if record.state is EngineState.TORN:
+                attempt.story.event("engine_torn", engine=engine.name, detail=record.error or str(cause))
+        lost = {e.name for e in attempt.engines if attempt.record(e).state is EngineState.LOST}
+        for link in attempt.used:
+            if link.names & (lost | self.at_fault):
+                link.abort()
+
+    def _lose(self, name: str) -> None:
+        record = self._attempt.fleet.roster[name]
+        if record.state is not EngineState.LOST:
+            record.lose()
+            record.needs_reset = True
+            self._attempt.story.event("engine_lost", engine=name, detail=record.error)
+
+    async def _close_sessions(self) -> None:
+        """End what `begin` opened wherever an engine still answers, so that a whole one can serve again."""
+        attempt = self._attempt
+        open_ones = [e for e in attempt.engines if attempt.begun and attempt.record(e).needs_reset and self._reachable(e)]
+        if not open_ones:
+            return
+        limit = min(attempt.settings.timeouts.begin, attempt.settings.timeouts.drain)
+        call = attempt.call(limit)
+        sent = {e.name: attempt.calls.start(e, "reset", e.reset(call)) for e in open_ones}
+        await asyncio.wait({s.task for s in sent.values()}, timeout=limit)
+        for engine in open_ones:
+            task = sent[engine.name].task
+            if task.done() and not task.cancelled() and task.exception() is None:
+                attempt.record(engine).needs_reset = False
+            else:
+                why = task.exception() if task.done() and not task.cancelled() else f"no answer within {limit:g} s"
+                self.notes.append(f"{engine.name}: its update session could not be closed: {why}")
+                task.cancel()
+
+    def _reachable(self, engine: RolloutEngine) -> bool:
+        return self._attempt.record(engine).state is not EngineState.LOST
+
+    def _error(self, cause: BaseException, phase: str) -> UpdateFailed:
+        attempt = self._attempt
+        outcomes = attempt.fleet.roster.outcomes([*attempt.story.dropped, *(e.name for e in attempt.engines)])
+        bucket = getattr(cause, "bucket", None)
+        where = phase if bucket is None else f"bucket {bucket} of {len(attempt.update.buckets)}"
+        head = f"update to version {attempt.update.version} failed in {where}: {cause}"
+        error = UpdateFailed(
+            "\n".join([head, *table(outcomes), *(f"  note: {note}" for note in self.notes)]),
+            version=attempt.update.version,
+            phase=phase,
+            bucket=bucket,
+            outcomes=outcomes,
+            at_fault=tuple(sorted(self.at_fault)),
+        )
+        error.__cause__ = cause
+        return error
+
+
+def table(outcomes: Mapping[str, EngineOutcome]) -> list[str]:
+    """A line an engine: state, version, last bucket, and its own error."""
+    width = max((len(name) for name in outcomes), default=0)
+    lines = []
+    for o in outcomes.values():
+        has = "-" if o.version is None else str(o.version)
+        last = "none" if o.last_bucket is None else str(o.last_bucket)
+        error = f"  {o.error.splitlines()[0]}" if o.error else ""
+        lines.append(f"  {o.engine:<{width}}  {o.state:<8}  version {has:<6}  last bucket {last:<5}{error}")
+    return lines
+
+
+async def _abort(engine: RolloutEngine, abort: Awaitable[None]) -> None:
+    try:
+        await abort
+    except WeightSyncError as error:
+        logger.debug("engine %s did not take the abort: %s", engine.name, error)
+

@@ -1,0 +1,354 @@
+"""One try at one update over a fixed set of engines: the bracket, and the buckets within it.
+
+    check -> pause -> reset -> flush -> begin -> buckets -> end -> verify -> publish -> resume
+
+Every step is taken by all engines before the next one starts. Where it fails, `aftermath` is the way out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from async_wsync.calls import EngineCalls
+from async_wsync.core.backoff import Backoff
+from async_wsync.core.checksum import combined
+from async_wsync.core.engine_state import EngineRecord
+from async_wsync.errors import EngineBusy, EngineDied, EngineFailed, EngineReplaced
+from async_wsync.fleet import Fleet
+from async_wsync.links import Link, Links
+from async_wsync.progress import Progress
+from async_wsync.report import BucketTiming
+from async_wsync.sources.pump import SourcePump
+from async_wsync.transfer import Transfer
+from async_wsync.types import (
+    BucketSpec,
+    Call,
+    EngineState,
+    HeldLock,
+    PauseMode,
+    RolloutEngine,
+    Timeouts,
+    UpdateEvent,
+    UpdateSpec,
+)
+
+__all__ = ["Attempt", "Settings", "Story", "Verify", "resume"]
+
+Verify = Literal["engines", "source"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How a broadcaster goes about its updates; see `WeightBroadcaster` for each."""
+
+    bucket_bytes: int
+    num_buffers: int
+    timeouts: Timeouts
+    pause_mode: PauseMode
+    resume_policy: Literal["whole", "current", "never"]
+    on_engine_failure: Literal["raise", "drop"]
+    on_cancel: Literal["finish", "stop"]
+    lock_scope: Literal["update", "bucket"]
+    topology: Literal["shared", "per_engine"]
+    min_engines: int
+    max_rebuilds: int
+
+
+@dataclass(slots=True)
+class Story:
+    """What happened in one call of `update_weights`, over all its attempts: for events, stages and the report."""
+
+    version: int
+    emit: Callable[[UpdateEvent], None]
+    started_at: float = field(default_factory=time.monotonic)
+    phases: dict[str, float] = field(default_factory=dict)
+    phase: str = ""
+    held: HeldLock | None = None
+    notes: list[str] = field(default_factory=list)
+    timings: list[BucketTiming] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+    rebuilds: int = 0
+    checksum: str | None = None
+    published: bool = False
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Time a phase, and show it as the lock holder's stage. ``phase`` stays set where it fails."""
+        before, self.phase = self.phase, phase
+        began = time.monotonic()
+        self.stage(phase)
+        try:
+            yield
+            self.phase = before
+        finally:
+            self.phases[phase] = self.phases.get(phase, 0.0) + time.monotonic() - began
+
+    def stage(self, doing: str) -> None:
+        if self.held is not None:
+            self.held.set_stage(f"update {self.version}: {doing}")
+
+    def event(self, kind: str, **facts: Any) -> None:
+        self.emit(UpdateEvent(kind=kind, version=self.version, at=time.monotonic(), **facts))
+
+
+@dataclass(eq=False, kw_only=True)
+class Attempt:
+    """One try. ``engines`` are its targets; all state about them is in the fleet's roster."""
+
+    update: UpdateSpec
+    engines: list[RolloutEngine]
+    fleet: Fleet
+    links: Links
+    calls: EngineCalls
+    pump: SourcePump
+    progress: Progress
+    settings: Settings
+    story: Story
+    source: str
+    backend: str
+    pause_mode: PauseMode
+    keep_others: bool = False
+    turn: Callable[[], AbstractAsyncContextManager[Any]] = nullcontext
+    should_stop: Callable[[], Exception | None] = lambda: None
+    used: tuple[Link, ...] = ()
+    begun: bool = False
+    ended: bool = False
+    resumed: bool = False
+
+    # ------------------------------------------------------------------ small helpers
+
+    def call(self, limit: float) -> Call:
+        assert self.story.held is not None
+        return Call(source=self.source, fence=self.story.held.fence, timeout=limit)
+
+    def record(self, engine: RolloutEngine) -> EngineRecord:
+        return self.fleet.roster[engine.name]
+
+    async def _everyone(self, phase: str, verb: Callable[[RolloutEngine, Call], Any], *, field: str, **kw: Any) -> Any:
+        limit: float = getattr(self.settings.timeouts, field)
+        call = self.call(limit)
+        engines: Iterable[RolloutEngine] = kw.pop("engines", self.engines)
+        return await self.calls.everyone(phase, engines, lambda e: verb(e, call), limit=limit, field=field)
+
+    # ------------------------------------------------------------------------- steps
+
+    async def check(self) -> None:
+        """Agree on the manifest with every engine, before anything is paused, let alone sent."""
+        with self.story.during("check"):
+            notes = await self._everyone("check", lambda e, c: e.check(c, self.update), field="begin")
+        for engine in self.engines:
+            self.record(engine).notes.extend(notes[engine.name])
+
+    async def connect(self) -> None:
+        if not self.update.buckets:
+            return
+        with self.story.during("connect"):
+            self.used = await self.links.ensure(
+                self.engines,
+                backend=self.backend,
+                incarnation=lambda name: self.fleet.roster[name].incarnation,
+                calls=self.calls,
+                call=self.call(self.settings.timeouts.connect),
+                keep_others=self.keep_others,
+            )
+        self.story.event("connected")
+
+    async def open(self) -> None:
+        """Pause, close what a dead source left open, flush, begin: in step, so that no byte meets a running engine."""
+        with self.story.during("pause"):
+            for engine in self.engines:
+                self.record(engine).begin()
+                self.record(engine).paused = True  # from here on it may be, whatever it answers
+            await self._everyone("pause", lambda e, c: e.pause(c, self.pause_mode), field="pause")
+        self.story.event("paused")
+        unsure = [e for e in self.engines if self.record(e).needs_reset]
+        if unsure:
+            await self._everyone("reset", lambda e, c: e.reset(c), field="begin", engines=unsure)
+            for engine in unsure:
+                self.record(engine).needs_reset = False
+        with self.story.during("flush"):
+            await self._everyone("flush", self._flush, field="flush")
+        self.story.event("flushed")
+        await self.begin()
+
+    async def _flush(self, engine: RolloutEngine, call: Call) -> None:
+        """Drop the cache; an engine that refuses for now is asked again until the limit, and its last answer kept."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + call.timeout
+        for delay in Backoff(base=0.02, cap=1.0):
+            try:
+                return await engine.flush(call)
+            except EngineBusy as busy:
+                if loop.time() + delay >= deadline:
+                    raise EngineFailed(
+                        f"{engine.name}: flush refused for {call.timeout:g} s (Timeouts.flush); its last answer: {busy}",
+                        engine=engine.name,
+                        phase="flush",
+                    ) from busy
+            await asyncio.sleep(delay)
+
+    async def begin(self) -> None:
+        with self.story.during("begin"):
+            self.begun = True
+            for engine in self.engines:
+                self.record(engine).needs_reset = True  # until its end has been acknowledged
+            await self._everyone("begin", lambda e, c: e.begin(c, self._spec_for(e)), field="begin")
+        self.story.event("begun")
+
+    def _spec_for(self, engine: RolloutEngine) -> UpdateSpec:
+        for link in self.used:
+            if engine.name in link.names:
+                return replace(self.update, group=link.group.spec.name)
+        return self.update
+
+    async def send(self) -> None:
+        """All buckets to all engines; see `Transfer`."""
+        if not self.update.buckets:
+            return
+        transfer = Transfer(
+            links=self.used,
+            calls=self.calls,
+            receive=self._receive,
+            turn=self.turn,
+            submitted=self._submitted,
+            acknowledged=self._acknowledged,
+            isolate=self._isolate,
+            bucket_limit=self.settings.timeouts.bucket,
+            idle_limit=self.settings.timeouts.idle,
+            one_at_a_time=self.settings.lock_scope == "bucket" or not all(e.pipelined for e in self.engines),
+            should_stop=self.should_stop,
+            timings=self.story.timings,
+        )
+        with self.story.during("broadcast"):
+            formats = {link.wire for link in self.used}
+            await transfer.run(self.pump.buckets(self.update.buckets, formats))
+
+    async def _receive(self, engine: RolloutEngine, bucket: BucketSpec, link: Link) -> None:
+        spec = replace(self.update, group=link.group.spec.name)
+        await engine.receive(self.call(self.settings.timeouts.bucket), spec, bucket)
+
+    def _submitted(self, bucket: BucketSpec) -> None:
+        for engine in self.engines:
+            self.record(engine).touched = True
+        self.story.stage(f"bucket {bucket.index + 1}/{len(self.update.buckets)}")
+        self.story.event("bucket_submitted", bucket=bucket.index)
+
+    def _acknowledged(self, bucket: BucketSpec, engines: Sequence[str]) -> None:
+        for name in engines:
+            self.fleet.roster[name].last_bucket = bucket.index
+        self.progress.advance(nbytes=bucket.nbytes, bucket=bucket.index)
+        self.story.event("bucket_done", bucket=bucket.index)
+
+    def _isolate(self, name: str, failure: BaseException) -> bool:
+        """May the transfer go on without this engine? Only where its group is its own, and enough others remain."""
+        alone = self.settings.topology == "per_engine" and self.settings.on_engine_failure == "drop"
+        if not alone or len(self.engines) - 1 < self.settings.min_engines:
+            return False
+        engine = next(e for e in self.engines if e.name == name)
+        self.engines.remove(engine)
+        self.used = tuple(link for link in self.used if name not in link.names)
+        record = self.record(engine)
+        record.error, record.phase = str(failure), "bucket"
+        record.lose()
+        self.story.dropped.append(name)
+        self.story.event("engine_lost", engine=name, detail=str(failure))
+        return True
+
+    async def close(self, verify: Verify | None) -> None:
+        """End on every engine, compare on request, then publish on every engine: never before all have ended."""
+        with self.story.during("end"):
+            await self._everyone("end", lambda e, c: e.end(c, self._spec_for(e)), field="end")
+            self.ended = True
+            for engine in self.engines:
+                self.record(engine).needs_reset = False
+        self.story.event("ended")
+        if verify is not None:
+            with self.story.during("verify"):
+                await self.verify(verify)
+        with self.story.during("publish"):
+            await self._everyone("publish", lambda e, c: e.publish(c, self.update.version), field="end")
+            self.fleet.roster.published(self.update.version, [e.name for e in self.engines])
+            self.story.published = True
+        self.story.event("published")
+
+    async def verify(self, against: Verify) -> None:
+        """Compare the engines' checksums with each other, or with the source's."""
+        answers = await self._everyone("verify", lambda e, c: e.checksums(c), field="end")
+        names = [meta.name for meta in self.update.manifest.params]
+        wanted: dict[str, str] | None = await self.pump.digests() if against == "source" else None
+        first = "the source" if wanted is not None else ""
+        for engine in self.engines:
+            digests: dict[str, str] | None = answers[engine.name]
+            if digests is None:
+                self.record(engine).notes.append("has no checksums to compare")
+                continue
+            mine = {name: digests[name] for name in names if name in digests}
+            if wanted is None:
+                wanted, first = mine, engine.name
+            differing = [name for name in names if mine.get(name) != wanted.get(name)]
+            if differing:
+                raise EngineFailed(
+                    f"{engine.name}: {len(differing)} tensors differ from {first} after the update, "
+                    f"first {', '.join(differing[:3])}",
+                    engine=engine.name,
+                    phase="verify",
+                )
+        self.story.checksum = combined(wanted) if wanted else None
+
+    async def resume(self) -> list[EngineFailed]:
+        """Let every whole engine of ours that is paused serve again; the failures, each after retries."""
+        with self.story.during("resume"):
+            self.resumed = True
+            failures = await resume([e for e in self.engines if self.may_resume(e)], self)
+        self.story.event("resumed")
+        return failures
+
+    def may_resume(self, engine: RolloutEngine) -> bool:
+        record = self.record(engine)
+        policy = self.settings.resume_policy
+        if policy == "never" or not record.paused:
+            return False
+        return record.state is EngineState.CURRENT or (policy == "whole" and record.whole)
+
+
+async def resume(engines: Sequence[RolloutEngine], attempt: Attempt) -> list[EngineFailed]:
+    """Tell ``engines`` to go on, all of them whatever any of them answers; the failures, each after retries."""
+    limit = attempt.settings.timeouts.resume
+    call = attempt.call(limit)
+    sent = [(e, attempt.calls.start(e, "resume", _resume_one(e, call))) for e in engines]
+    if sent:
+        await asyncio.wait({s.task for _, s in sent}, timeout=limit)
+    failures: list[EngineFailed] = []
+    for engine, one in sent:
+        failure = one.failure
+        if one.task.done() and failure is None:
+            attempt.record(engine).paused = False
+            attempt.calls.forget([one])
+            continue
+        error = failure or EngineFailed(
+            f"{engine.name}: resume not answered within {limit:g} s (Timeouts.resume)", engine=engine.name, phase="resume"
+        )
+        assert isinstance(error, Exception)
+        failures.append(
+            error if isinstance(error, EngineFailed) else EngineFailed(str(error), engine=engine.name, phase="resume")
+        )
+    return failures
+
+
+async def _resume_one(engine: RolloutEngine, call: Call) -> None:
+    """Continuing twice does no harm, staying paused does: so try again until the limit, unless it is dead."""
+    deadline = asyncio.get_running_loop().time() + call.timeout
+    for delay in Backoff(base=0.05, cap=1.0):
+        try:
+            return await engine.resume(call)
+        except (EngineDied, EngineReplaced):
+            raise
+        except EngineFailed:
+            if asyncio.get_running_loop().time() + delay >= deadline:
+                raise
+        await asyncio.sleep(delay)

@@ -1,0 +1,58 @@
+"""Before the lock is even asked for: is every engine there, and is it the one we know?"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from async_wsync.core.engine_state import EngineRecord
+from async_wsync.errors import EngineFailed, EngineTimeout, WeightSyncError
+from async_wsync.types import Call, EngineInfo, EngineState, RolloutEngine
+
+__all__ = ["greet"]
+
+Answer = EngineInfo | EngineFailed
+
+
+async def greet(
+    engines: Sequence[RolloutEngine], records: Mapping[str, EngineRecord], *, source: str, limit: float
+) -> dict[str, Answer]:
+    """Say hello to all and write down what they answer; who did not is lost. Raises for none of them.
+
+    An engine that answers from another process than before has neither our group nor our weights: it is stale
+    again. ``limit``: seconds for all of them together. A hello has no effect, so that one may be given up.
+    """
+    call = Call(source=source, fence=0, timeout=limit)
+    answers = await asyncio.gather(*(_hello(engine, call) for engine in engines))
+    for engine, answer in zip(engines, answers, strict=True):
+        _write_down(records[engine.name], answer)
+    return {engine.name: answer for engine, answer in zip(engines, answers, strict=True)}
+
+
+async def _hello(engine: RolloutEngine, call: Call) -> Answer:
+    try:
+        async with asyncio.timeout(call.timeout):
+            return await engine.hello(call)
+    except EngineFailed as error:
+        return error
+    except WeightSyncError as error:
+        return EngineFailed(f"{engine.name}: {error}", engine=engine.name, phase="hello")
+    except TimeoutError:
+        return EngineTimeout(
+            f"{engine.name}: no answer to hello within {call.timeout:g} s (Timeouts.begin)",
+            engine=engine.name,
+            phase="hello",
+            field="begin",
+            seconds=call.timeout,
+        )
+
+
+def _write_down(record: EngineRecord, answer: Answer) -> None:
+    if isinstance(answer, EngineInfo):
+        record.error = record.phase = None
+        if record.greet(answer):
+            record.notes.append("restarted since the last update; its groups are rebuilt")
+        return
+    record.error, record.phase = str(answer), "hello"
+    if record.state is not EngineState.LOST:
+        record.lose()

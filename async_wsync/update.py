@@ -1,0 +1,271 @@
+"""One call of `WeightBroadcaster.update_weights`, from the manifest to the report.
+
+    manifest and plan -> greet the engines -> hold the lock -> attempt, and again over the survivors -> report
+
+Up to the lock nothing has been touched, and a cancelled caller simply gets away. From then on the update goes to
+an end: done, failed or stopped, with every engine in a known state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+
+from async_wsync.aftermath import Aftermath, table
+from async_wsync.attempt import Attempt, Settings, Story, Verify
+from async_wsync.calls import EngineCalls, Interrupt
+from async_wsync.errors import Cancelled, EngineFailed, EngineRejected, PhaseTimeout, UpdateFailed
+from async_wsync.fleet import Fleet
+from async_wsync.greeting import greet
+from async_wsync.links import Links
+from async_wsync.progress import Progress
+from async_wsync.report import UpdateReport
+from async_wsync.runtime.cancellation import finish
+from async_wsync.sources.pump import SourcePump
+from async_wsync.types import EngineInfo, EngineState, Manifest, PauseMode, RolloutEngine, UpdateLock, UpdateSpec
+
+__all__ = ["Update"]
+
+_LOST_HELLO = 2.0  # seconds for an engine that was already lost, where the update can go on without it
+
+
+@dataclass(eq=False, kw_only=True)
+class Update:
+    """One update. ``targets``: the names of the engines it is for."""
+
+    fleet: Fleet
+    links: Links
+    lock: UpdateLock
+    settings: Settings
+    story: Story
+    progress: Progress
+    pump: SourcePump
+    source: str
+    choose_backend: Callable[..., str]
+    targets: Sequence[str]
+    pause_mode: PauseMode
+    strict: bool
+    allow_empty: bool
+    verify: Verify | None
+    atomic_groups: Sequence[str]
+    keep_others: bool = False
+    committed: bool = False
+    stopped: Cancelled | None = None
+    interrupt: Interrupt = field(default_factory=Interrupt)
+    backend: str = ""
+
+    # ---------------------------------------------------------------------- the script
+
+    async def run(self) -> UpdateReport:
+        loop = asyncio.get_running_loop()
+        limit = self.settings.timeouts.total
+        alarm = loop.call_later(limit, self._out_of_time, limit)
+        status = "failed"
+        try:
+            spec = await self._plan()
+            engines = await self._greet()
+            self.progress.start(
+                version=spec.version, total_bytes=sum(b.nbytes for b in spec.buckets), num_buckets=len(spec.buckets)
+            )
+            async with self._hold():
+                self.committed = True
+                await self._attempts(spec, engines)
+            status = "done"
+            return self._report(spec)
+        finally:
+            alarm.cancel()
+            self.progress.close(status="cancelled" if self.stopped else status)
+            await finish(self.pump.aclose())
+            self.story.event("update_finished" if status == "done" else "update_failed")
+
+    async def _plan(self) -> UpdateSpec:
+        manifest: Manifest = await self.pump.manifest()
+        if not manifest.params and not self.allow_empty:
+            raise ValueError("the source has no tensors: nothing to update (allow_empty=True publishes the version alone)")
+        buckets = await self.pump.plan(bucket_bytes=self.settings.bucket_bytes, atomic_groups=self.atomic_groups)
+        self.story.event("update_started")
+        return UpdateSpec(
+            update_id=f"{self.source}/{self.story.version}/{uuid.uuid4().hex[:8]}",
+            version=self.story.version,
+            manifest=manifest,
+            buckets=buckets,
+            group="",
+            strict=self.strict,
+        )
+
+    async def _greet(self) -> list[RolloutEngine]:
+        """The engines that this update goes to. One that is gone is noticed here, before anybody waits for the lock."""
+        roster = self.fleet.roster
+        engines = self.fleet.pick(self.targets)
+        dropping = self.settings.on_engine_failure == "drop"
+        lost = [e for e in engines if dropping and roster[e.name].state is EngineState.LOST]
+        rest = [e for e in engines if e not in lost]
+        records = {e.name: roster[e.name] for e in engines}
+        limit = self.settings.timeouts.begin
+        answers = await greet(rest, records, source=self.source, limit=limit)
+        answers |= await greet(lost, records, source=self.source, limit=min(limit, _LOST_HELLO))
+        gone = {name: answer for name, answer in answers.items() if isinstance(answer, EngineFailed)}
+        left = [e for e in engines if e.name not in gone]
+        if gone and (not dropping or len(left) < self.settings.min_engines):
+            raise self._unreachable(gone)
+        self.story.dropped.extend(gone)
+        infos = [answer for answer in answers.values() if isinstance(answer, EngineInfo)]
+        self.backend = self.choose_backend(infos, source_device=self.pump.device)
+        return left
+
+    def _unreachable(self, gone: dict[str, EngineFailed]) -> UpdateFailed:
+        outcomes = self.fleet.roster.outcomes(self.targets)
+        first = next(iter(gone.values()))
+        head = f"update to version {self.story.version} not started: {first}"
+        hint = "  replace or remove the lost engines, or let updates go on without them: on_engine_failure='drop'"
+        error = UpdateFailed(
+            "\n".join([head, *table(outcomes), hint]),
+            version=self.story.version,
+            phase="hello",
+            outcomes=outcomes,
+            at_fault=tuple(gone),
+        )
+        error.__cause__ = first
+        return error
+
+    @asynccontextmanager
+    async def _hold(self) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            with self.story.during("lock"):
+                hold = self.lock.hold(
+                    label=f"{self.source} update {self.story.version}", timeout=self.settings.timeouts.lock
+                )
+                self.story.held = await stack.enter_async_context(hold)
+            self.story.event("lock_acquired")
+            yield
+
+    async def _attempts(self, spec: UpdateSpec, engines: list[RolloutEngine]) -> None:
+        """Try; where a failure is some engines' fault and the others may go on, try again without those."""
+        while True:
+            attempt = self._attempt(spec, engines)
+            failure = await self._try(attempt)
+            if failure is None:
+                return
+            engines = self._survivors(attempt, failure)
+            self.story.rebuilds += 1
+            self.story.dropped.extend(failure.at_fault)
+            self.progress.start(
+                version=spec.version, total_bytes=sum(b.nbytes for b in spec.buckets), num_buckets=len(spec.buckets)
+            )
+
+    def _attempt(self, spec: UpdateSpec, engines: list[RolloutEngine]) -> Attempt:
+        return Attempt(
+            update=spec,
+            engines=list(engines),
+            fleet=self.fleet,
+            links=self.links,
+            calls=EngineCalls(self.interrupt),
+            pump=self.pump,
+            progress=self.progress,
+            settings=self.settings,
+            story=self.story,
+            source=self.source,
+            backend=self.backend,
+            pause_mode=self.pause_mode,
+            keep_others=self.keep_others,
+            should_stop=lambda: self.stopped,
+        )
+
+    async def _try(self, attempt: Attempt) -> UpdateFailed | None:
+        first: BaseException | None = None
+        failure: UpdateFailed | None = None
+        done = False
+        try:
+            await attempt.check()
+            await attempt.connect()
+            await attempt.open()
+            await attempt.send()
+            await attempt.close(self.verify)
+            done = True
+        except Exception as error:
+            first = error
+        finally:
+            # Also on the way out of a cancellation, which here means that the lease was lost.
+            if not done:
+                first = first or sys.exception() or Cancelled("the update was cancelled from within")
+                failure = await finish(Aftermath(attempt, first).run(), name="settling a failed update")
+        if failure is None:
+            return await self._serve_again(attempt)
+        if isinstance(failure.__cause__, EngineRejected):
+            # Refused before anything was touched: the refusal says it all.
+            raise failure.__cause__
+        return failure
+
+    async def _serve_again(self, attempt: Attempt) -> UpdateFailed | None:
+        """The version is out, and nothing takes it back. An engine that can't be told to go on is lost all the same."""
+        failures = await attempt.resume()
+        if not failures and not attempt.calls.pending():
+            return None
+        first = failures[0] if failures else Cancelled("left behind during the update")
+        failure = await finish(Aftermath(attempt, first).run(), name="settling the engines left behind")
+        if not failures:
+            return None
+        behind = {f.engine for f in failures}
+        if self.settings.on_engine_failure == "drop" and len(attempt.engines) - len(behind) >= self.settings.min_engines:
+            for name in behind:
+                self.fleet.roster[name].lose()
+            self.story.dropped.extend(sorted(behind))
+            return None
+        raise failure
+
+    def _survivors(self, attempt: Attempt, failure: UpdateFailed) -> list[RolloutEngine]:
+        left = [e for e in attempt.engines if e.name not in failure.at_fault]
+        may = self.settings.on_engine_failure == "drop" and bool(failure.at_fault)
+        interrupted = self.interrupt.reason is not None or self.stopped is not None
+        if not may or interrupted or len(left) < self.settings.min_engines:
+            raise failure
+        if self.story.rebuilds >= self.settings.max_rebuilds:
+            failure.add_note(f"gave up after {self.story.rebuilds} rebuilds (max_rebuilds)")
+            raise failure
+        return left
+
+    # -------------------------------------------------------------- the end, and other ends
+
+    def _report(self, spec: UpdateSpec) -> UpdateReport:
+        roster, story = self.fleet.roster, self.story
+        return UpdateReport(
+            version=spec.version,
+            nbytes=sum(b.nbytes for b in spec.buckets),
+            num_tensors=len(spec.manifest.params),
+            num_buckets=len(spec.buckets),
+            seconds=time.monotonic() - story.started_at,
+            phases=dict(story.phases),
+            engines=roster.outcomes(self.targets),
+            checksum=story.checksum,
+            notes=tuple(story.notes),
+            rebuilds=story.rebuilds,
+            dropped=tuple(dict.fromkeys(story.dropped)),
+            buckets=tuple(story.timings),
+            started_at=story.started_at,
+        )
+
+    def _out_of_time(self, limit: float) -> None:
+        self.interrupt.fire(
+            PhaseTimeout(
+                f"the update took longer than {limit:g} s (Timeouts.total), in {self.story.phase or 'its start'}",
+                phase=self.story.phase,
+                field="total",
+                seconds=limit,
+            )
+        )
+
+    def cancelled(self, task: asyncio.Task[UpdateReport]) -> None:
+        """The caller was cancelled. Before anything was touched, leave; after that, finish or stop within ``drain``."""
+        if not self.committed:
+            task.cancel()
+            return
+        drain = self.settings.timeouts.drain
+        if self.settings.on_cancel == "stop":
+            self.stopped = Cancelled("the update was cancelled and stopped at a bucket boundary (on_cancel='stop')")
+        late = Cancelled(f"the update was cancelled and could not end within {drain:g} s (Timeouts.drain)")
+        asyncio.get_running_loop().call_later(drain, self.interrupt.fire, late)
