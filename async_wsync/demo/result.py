@@ -1,0 +1,126 @@
+"""What the demo found: a line an update, a table at the end, and the same for machines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+from async_wsync.core.checksum import combined
+from async_wsync.demo.engine import EngineTally
+from async_wsync.report import UpdateReport, format_bytes, format_seconds
+
+__all__ = ["DemoResult", "EngineResult", "UpdateResult"]
+
+SHOWN_PHASES = ("lock", "pause", "broadcast", "end", "resume")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateResult:
+    """``loss``: mean over the training steps before the update. ``loop_gap``: the longest during it, in seconds."""
+
+    loss: float
+    report: UpdateReport
+    loop_gap: float
+
+    def line(self) -> str:
+        report = self.report
+        spent = ", ".join(f"{name} {format_seconds(report.phases.get(name, 0.0))}" for name in SHOWN_PHASES)
+        return (
+            f"v{report.version:<3} loss {self.loss:.2f}  {format_bytes(report.nbytes)} in {format_seconds(report.seconds)} "
+            f"({report.gbps:.2f} GB/s): {spent}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**self.report.to_dict(), "loss": self.loss, "loop_gap_ms": self.loop_gap * 1e3}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineResult:
+    """An engine at the end. ``equal``: its checksum is the trainer's."""
+
+    name: str
+    version: int | None
+    checksum: str
+    equal: bool
+    num_samples: int
+    versions_sampled: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, tally: EngineTally, trainer_checksum: str) -> Self:
+        checksum = combined(tally.digests)
+        return cls(
+            name=name,
+            version=tally.version,
+            checksum=checksum,
+            equal=checksum == trainer_checksum,
+            num_samples=tally.num_samples,
+            versions_sampled=tally.versions_sampled,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoResult:
+    """``max_loop_gap``: the longest the event loop was held up during any update, in seconds."""
+
+    updates: tuple[UpdateResult, ...]
+    engines: tuple[EngineResult, ...]
+    max_loop_gap: float
+    seconds: float
+
+    @property
+    def checksums_match(self) -> bool:
+        return all(engine.equal for engine in self.engines)
+
+    @property
+    def ok(self) -> bool:
+        """Every engine is on the last version, with the trainer's very bytes."""
+        last = self.updates[-1].report.version
+        return self.checksums_match and all(engine.version == last for engine in self.engines)
+
+    def table(self) -> str:
+        rows = [("engine", "version", "checksum", "equal to the trainer's", "samples", "of versions")]
+        rows += [
+            (
+                engine.name,
+                str(engine.version),
+                engine.checksum[:12],
+                "yes" if engine.equal else "NO",
+                str(engine.num_samples),
+                _ranges(engine.versions_sampled),
+            )
+            for engine in self.engines
+        ]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        seconds = [update.report.seconds for update in self.updates]
+        lines.append(
+            f"{len(self.updates)} updates, {format_seconds(sum(seconds) / len(seconds))} each on average; longest event loop "
+            f"gap during an update {self.max_loop_gap * 1e3:.1f} ms; {format_seconds(self.seconds)} in all"
+        )
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "ok": self.ok,
+            "versions": {engine.name: engine.version for engine in self.engines},
+            "checksums_match": self.checksums_match,
+            "checksums": {engine.name: engine.checksum for engine in self.engines},
+            "samples": {engine.name: engine.num_samples for engine in self.engines},
+            "versions_sampled": {engine.name: list(engine.versions_sampled) for engine in self.engines},
+            "max_loop_gap_ms": self.max_loop_gap * 1e3,
+            "seconds": self.seconds,
+            "losses": [update.loss for update in self.updates],
+            "updates": [update.to_dict() for update in self.updates],
+        }
+
+
+def _ranges(numbers: tuple[int, ...]) -> str:
+    """(1, 2, 3, 5) as "1-3, 5"."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and parts[-1][1] == number - 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts) or "none"
