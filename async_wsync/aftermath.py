@@ -102,7 +102,9 @@ class Aftermath:
     async def _close_sessions(self) -> None:
         """End what `begin` opened wherever an engine still answers, so that a whole one can serve again."""
         attempt = self._attempt
-        open_ones = [e for e in attempt.engines if attempt.begun and attempt.record(e).needs_reset and self._reachable(e)]
+        open_ones = [
+            e for e in attempt.engines if attempt.begun and attempt.record(e).needs_reset and self._reachable(e)
+        ]
         if not open_ones:
             return
         limit = min(attempt.settings.timeouts.begin, attempt.settings.timeouts.drain)
@@ -156,4 +158,3 @@ async def _abort(engine: RolloutEngine, abort: Awaitable[None]) -> None:
         await abort
     except WeightSyncError as error:
         logger.debug("engine %s did not take the abort: %s", engine.name, error)
-

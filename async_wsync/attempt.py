@@ -8,6 +8,7 @@ Every step is taken by all engines before the next one starts. Where it fails, `
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
@@ -15,13 +16,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from async_wsync.calls import EngineCalls
-from async_wsync.core.backoff import Backoff
+from async_wsync.core.backoff import full_jitter
 from async_wsync.core.checksum import combined
 from async_wsync.core.engine_state import EngineRecord
 from async_wsync.errors import EngineBusy, EngineDied, EngineFailed, EngineReplaced
 from async_wsync.fleet import Fleet
 from async_wsync.links import Link, Links
-from async_wsync.progress import Progress
 from async_wsync.report import BucketTiming
 from async_wsync.sources.pump import SourcePump
 from async_wsync.transfer import Transfer
@@ -31,6 +31,7 @@ from async_wsync.types import (
     EngineState,
     HeldLock,
     PauseMode,
+    Progress,
     RolloutEngine,
     Timeouts,
     UpdateEvent,
@@ -119,6 +120,7 @@ class Attempt:
     begun: bool = False
     ended: bool = False
     resumed: bool = False
+    _specs: dict[str, UpdateSpec] = field(default_factory=dict)
 
     # ------------------------------------------------------------------ small helpers
 
@@ -180,7 +182,8 @@ class Attempt:
         """Drop the cache; an engine that refuses for now is asked again until the limit, and its last answer kept."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + call.timeout
-        for delay in Backoff(base=0.02, cap=1.0):
+        for tries in itertools.count(1):
+            delay = full_jitter(tries, 1.0)
             try:
                 return await engine.flush(call)
             except EngineBusy as busy:
@@ -203,8 +206,15 @@ class Attempt:
     def _spec_for(self, engine: RolloutEngine) -> UpdateSpec:
         for link in self.used:
             if engine.name in link.names:
-                return replace(self.update, group=link.group.spec.name)
+                return self._spec_over(link)
         return self.update
+
+    def _spec_over(self, link: Link) -> UpdateSpec:
+        # One object a group, so that an adapter packs a long manifest once for all of its engines.
+        name = link.group.spec.name
+        if name not in self._specs:
+            self._specs[name] = replace(self.update, group=name)
+        return self._specs[name]
 
     async def send(self) -> None:
         """All buckets to all engines; see `Transfer`."""
@@ -226,11 +236,11 @@ class Attempt:
         )
         with self.story.during("broadcast"):
             formats = {link.wire for link in self.used}
-            await transfer.run(self.pump.buckets(self.update.buckets, formats))
+            device = "cpu" if self.backend == "gloo" else None
+            await transfer.run(self.pump.buckets(self.update.buckets, formats, device=device))
 
     async def _receive(self, engine: RolloutEngine, bucket: BucketSpec, link: Link) -> None:
-        spec = replace(self.update, group=link.group.spec.name)
-        await engine.receive(self.call(self.settings.timeouts.bucket), spec, bucket)
+        await engine.receive(self.call(self.settings.timeouts.bucket), self._spec_over(link), bucket)
 
     def _submitted(self, bucket: BucketSpec) -> None:
         for engine in self.engines:
@@ -331,7 +341,9 @@ async def resume(engines: Sequence[RolloutEngine], attempt: Attempt) -> list[Eng
             attempt.calls.forget([one])
             continue
         error = failure or EngineFailed(
-            f"{engine.name}: resume not answered within {limit:g} s (Timeouts.resume)", engine=engine.name, phase="resume"
+            f"{engine.name}: resume not answered within {limit:g} s (Timeouts.resume)",
+            engine=engine.name,
+            phase="resume",
         )
         assert isinstance(error, Exception)
         failures.append(
@@ -343,7 +355,8 @@ async def resume(engines: Sequence[RolloutEngine], attempt: Attempt) -> list[Eng
 async def _resume_one(engine: RolloutEngine, call: Call) -> None:
     """Continuing twice does no harm, staying paused does: so try again until the limit, unless it is dead."""
     deadline = asyncio.get_running_loop().time() + call.timeout
-    for delay in Backoff(base=0.05, cap=1.0):
+    for tries in itertools.count(1):
+        delay = full_jitter(tries, 1.0)
         try:
             return await engine.resume(call)
         except (EngineDied, EngineReplaced):

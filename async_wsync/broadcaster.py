@@ -123,9 +123,7 @@ class WeightBroadcaster:
         self._on_event = on_event
         self._master_address = master_address
         self.name = name or f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:6]}"
-        self._links = Links(
-            source=self.name, topology=topology, master_address=master_address, timeouts=timeouts
-        )
+        self._links = Links(source=self.name, topology=topology, master_address=master_address, timeouts=timeouts)
         self._version: int | None = None
         self._turn = asyncio.Lock()  # one update or change of members at a time in this process
         self._open = False

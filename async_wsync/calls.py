@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from async_wsync.errors import BroadcastFailed, EngineDied, EngineFailed, EngineReplaced, EngineTimeout
+from async_wsync.errors import BroadcastFailed, EngineDied, EngineFailed, EngineReplaced, EngineTimeout, StaleFence
 from async_wsync.runtime.cancellation import settle
 from async_wsync.types import RolloutEngine
 
@@ -160,7 +160,7 @@ def blame(first: BaseException, calls: EngineCalls, silent: Mapping[str, Sent]) 
     """
     own = [s for s in calls.failures() if _is_own(s.failure)]
     own.sort(key=lambda s: not isinstance(s.failure, EngineDied | EngineReplaced))
-    at_fault = {s.engine for s in own} | set(silent)
+    at_fault = {s.engine for s in own if not isinstance(s.failure, StaleFence)} | set(silent)
     if isinstance(first, EngineTimeout):
         waiting = set(first.waiting_for) or set(silent)
         culprits = at_fault & waiting or (waiting if not at_fault else at_fault)
@@ -200,5 +200,3 @@ def _mark_retrieved(task: asyncio.Task[Any]) -> None:
     # Failures are read from the records, maybe never: asyncio must not report them as unretrieved.
     if not task.cancelled():
         task.exception()
-
-

@@ -13,10 +13,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from async_wsync.calls import EngineCalls, Sent
+from async_wsync.calls import EngineCalls
 from async_wsync.errors import RendezvousError, WeightSyncError
 from async_wsync.runtime.cancellation import settle
-from async_wsync.runtime.update_group import Rendezvous, UpdateGroup
+from async_wsync.runtime.object_refs import node_address
+from async_wsync.runtime.rendezvous import Rendezvous
+from async_wsync.runtime.update_group import UpdateGroup
 from async_wsync.types import Call, RolloutEngine, Timeouts, WireFormat
 
 __all__ = ["Link", "Links", "Topology"]
@@ -69,9 +71,6 @@ class Links:
         for engine in engines:
             by_wire.setdefault(engine.wire_format, []).append(engine)
         return [tuple(members) for members in by_wire.values()]
-
-    def ready(self, engines: Sequence[RolloutEngine], backend: str, incarnation: Callable[[str], str | None]) -> bool:
-        return not self._missing(engines, backend, incarnation)[1]
 
     def _missing(
         self, engines: Sequence[RolloutEngine], backend: str, incarnation: Callable[[str], str | None]
@@ -140,7 +139,7 @@ class Links:
         limit = self._timeouts.connect
         self._epoch = max(self._epoch + 1, call.fence)
         rendezvous = await Rendezvous.open(
-            address=self._master_address,
+            address=self._master_address or node_address(),
             backend=backend,
             name=f"wsync-{self._epoch}-{uuid.uuid4().hex[:8]}",
             epoch=self._epoch,
@@ -153,21 +152,18 @@ class Links:
             joins.append(calls.start(engine, "connect", engine.join(call, rendezvous.spec, rank_offset=offset)))
             ranks.update({offset + i: engine.name for i in range(engine.num_ranks)})
             offset += engine.num_ranks
-        interop = members[0].wire_format is not WireFormat.PACKED
-        forming = asyncio.get_running_loop().create_task(rendezvous.complete(ranks, interop=interop))
+        greets = members[0].wire_format is WireFormat.PACKED  # a foreign engine knows nothing of our greeting
+        forming = asyncio.get_running_loop().create_task(rendezvous.complete(ranks, hello=greets))
         formed = False
         try:
-            await self._race(joins, forming, calls, limit)
+            # The rendezvous' own error knows which ranks are missing: give it the first word at the limit.
+            await calls.first_failure(joins, also=(forming,), limit=limit + 1.0, field="connect")
             formed = True
         finally:
             if not formed:
                 await self._give_up(forming, rendezvous, members, call)
         calls.forget(joins)
         return forming.result()
-
-    async def _race(self, joins: list[Sent], forming: asyncio.Task[UpdateGroup], calls: EngineCalls, limit: float) -> None:
-        # The rendezvous' own error knows which ranks are missing: give it the first word at the limit.
-        await calls.first_failure(joins, also=(forming,), limit=limit + 1.0, field="connect")
 
     async def _give_up(
         self, forming: asyncio.Task[UpdateGroup], rendezvous: Rendezvous, members: tuple[RolloutEngine, ...], call: Call

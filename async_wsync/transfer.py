@@ -13,26 +13,16 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
-
-import torch
+from typing import Any
 
 from async_wsync.calls import EngineCalls, Sent, late
 from async_wsync.errors import PhaseTimeout
 from async_wsync.links import Link
 from async_wsync.report import BucketTiming
-from async_wsync.types import BucketSpec, RolloutEngine, WireFormat
+from async_wsync.sources.pump import StagedBucket
+from async_wsync.types import BucketSpec, RolloutEngine
 
-__all__ = ["Flight", "StagedBucket", "Transfer"]
-
-
-class StagedBucket(Protocol):
-    """A bucket whose bytes are ready, in every wire format that this update needs."""
-
-    bucket: BucketSpec
-    wire: dict[WireFormat, list[torch.Tensor]]
-
-    def release(self) -> None: ...
+__all__ = ["Flight", "Transfer"]
 
 
 @dataclass(eq=False, slots=True)
@@ -111,7 +101,7 @@ class Transfer:
             collective = link.group.broadcast(staged.wire[link.wire])
             for hint in hints:
                 if hint is not None:
-                    collective.add_done_callback(lambda _, hint=hint: hint())
+                    collective.add_done_callback(_calling(hint))
             flight.collectives.append((link, collective))
         self.submitted(staged.bucket)
 
@@ -136,7 +126,7 @@ class Transfer:
 
     async def _wait_for_source(self, pull: asyncio.Task[StagedBucket | None], until: float) -> None:
         left = until - asyncio.get_running_loop().time()
-        waits = {pull, self.calls.interrupt.future}
+        waits: set[asyncio.Future[Any]] = {pull, self.calls.interrupt.future}
         done, _ = await asyncio.wait(waits, timeout=max(left, 0.0), return_when=asyncio.FIRST_COMPLETED)
         self._raise_if_interrupted()
         if not done:
@@ -222,7 +212,9 @@ class Transfer:
         return engines and all(c.done() for _, c in flight.collectives)
 
 
+def _calling(hint: Callable[[], None]) -> Callable[[object], None]:
+    return lambda _: hint()
+
+
 async def _pull(staged: AsyncIterator[StagedBucket]) -> StagedBucket | None:
     return await anext(staged, None)
-
-

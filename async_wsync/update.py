@@ -23,11 +23,19 @@ from async_wsync.errors import Cancelled, EngineFailed, EngineRejected, PhaseTim
 from async_wsync.fleet import Fleet
 from async_wsync.greeting import greet
 from async_wsync.links import Links
-from async_wsync.progress import Progress
 from async_wsync.report import UpdateReport
 from async_wsync.runtime.cancellation import finish
 from async_wsync.sources.pump import SourcePump
-from async_wsync.types import EngineInfo, EngineState, Manifest, PauseMode, RolloutEngine, UpdateLock, UpdateSpec
+from async_wsync.types import (
+    EngineInfo,
+    EngineState,
+    Manifest,
+    PauseMode,
+    Progress,
+    RolloutEngine,
+    UpdateLock,
+    UpdateSpec,
+)
 
 __all__ = ["Update"]
 
@@ -86,7 +94,7 @@ class Update:
     async def _plan(self) -> UpdateSpec:
         manifest: Manifest = await self.pump.manifest()
         if not manifest.params and not self.allow_empty:
-            raise ValueError("the source has no tensors: nothing to update (allow_empty=True publishes the version alone)")
+            raise ValueError("the source has no tensors; allow_empty=True publishes the version all the same")
         buckets = await self.pump.plan(bucket_bytes=self.settings.bucket_bytes, atomic_groups=self.atomic_groups)
         self.story.event("update_started")
         return UpdateSpec(
@@ -115,7 +123,7 @@ class Update:
             raise self._unreachable(gone)
         self.story.dropped.extend(gone)
         infos = [answer for answer in answers.values() if isinstance(answer, EngineInfo)]
-        self.backend = self.choose_backend(infos, source_device=self.pump.device)
+        self.backend = self.choose_backend(infos, source_device=self.pump.device.type)
         return left
 
     def _unreachable(self, gone: dict[str, EngineFailed]) -> UpdateFailed:
@@ -211,7 +219,8 @@ class Update:
         if not failures:
             return None
         behind = {f.engine for f in failures}
-        if self.settings.on_engine_failure == "drop" and len(attempt.engines) - len(behind) >= self.settings.min_engines:
+        left = len(attempt.engines) - len(behind)
+        if self.settings.on_engine_failure == "drop" and left >= self.settings.min_engines:
             for name in behind:
                 self.fleet.roster[name].lose()
             self.story.dropped.extend(sorted(behind))

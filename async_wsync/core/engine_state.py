@@ -127,7 +127,9 @@ class Roster:
 
     def current(self, version: int | None) -> tuple[str, ...]:
         return tuple(
-            n for n, r in self._records.items() if r.state is _S.CURRENT and version is not None and r.version == version
+            n
+            for n, r in self._records.items()
+            if r.state is _S.CURRENT and version is not None and r.version == version
         )
 
     def outcomes(self, names: Iterable[str] | None = None) -> dict[str, EngineOutcome]:
