@@ -1,0 +1,258 @@
+"""What happens at an engine: groups joined and left, pauses, and updates from begin to publish.
+
+Methods named after a verb carry it out. Those that return a future are called where the request arrived and must
+not block; the others run one by one in the receiver's own thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_all
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from async_wsync.engines import protocol as p
+from async_wsync.engines.gate import ServingGate
+from async_wsync.engines.ledger import Part, Session, WeightLedger
+from async_wsync.engines.seat import GroupSeat, done_future
+from async_wsync.engines.targets import BucketLanding, Model, check_manifest, model_device, named_targets
+from async_wsync.errors import EngineBusy, EngineFailed
+from async_wsync.types import BucketSpec, Call, EngineState, PauseMode
+
+__all__ = ["Desk", "Hooks"]
+
+_MAX_SEATS = 64  # trainers that died leave their seats behind; the least recently joined go first
+
+
+class Hooks(Protocol):
+    """What the engine itself does about an update. Run in a daemon thread; what they raise fails the call."""
+
+    def on_pause(self, mode: PauseMode) -> None: ...
+    def on_resume(self) -> None: ...
+    def on_flush(self) -> bool | None: ...
+    def on_update_end(self) -> None: ...
+
+
+class Desk:
+    """The seats, the gate and the ledger of one engine, guarded by ``changed``.
+
+    ``check_fence`` raises for a call whose source has lost the lock.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        hooks: Hooks,
+        *,
+        name: str,
+        changed: threading.Condition,
+        check_fence: Callable[[Call], None],
+    ) -> None:
+        self.name = name
+        self.model = model
+        self._hooks = hooks
+        self._changed = changed
+        self._check_fence = check_fence
+        self._opening = False
+        self._seats: dict[str, GroupSeat] = {}
+        self._leaving: set[Future[None]] = set()
+        self.ledger = WeightLedger()
+        self.gate = ServingGate(changed, why_shut=self._why_shut)
+
+    def _why_shut(self) -> str | None:
+        if self._opening or self.ledger.session is not None:
+            return EngineState.UPDATING.value
+        return EngineState.TORN.value if self.ledger.state is EngineState.TORN else None
+
+    # ------------------------------------------------------------------------ groups
+
+    def owns(self, group: str, source: str) -> bool:
+        """Whether ``source`` had us join ``group``."""
+        seat = self._seats.get(group)
+        return seat is not None and seat.source == source
+
+    def break_off_older(self, fence: int) -> None:
+        """Stop what was started under a lower fence."""
+        for seat in self._seats.values():
+            if seat.fence < fence and seat.busy:
+                seat.abort()
+
+    def join(self, call: Call, verb: p.Join) -> Future[None]:
+        spec = verb.group
+        with self._changed:
+            if spec.name in self._seats:
+                raise EngineFailed(f"group {spec.name} was joined already")
+            old = [seat for seat in self._seats.values() if seat.source == call.source]
+            spare = [seat for seat in self._seats.values() if seat not in old and not seat.busy]
+            for seat in [*old, *spare[: max(0, len(self._seats) - len(old) - _MAX_SEATS + 1)]]:
+                self._dismiss(seat)
+            seat = GroupSeat(spec, verb.rank, source=call.source, fence=call.fence, member=self.name)
+            self._seats[spec.name] = seat
+        joining = seat.join()
+        joining.add_done_callback(lambda done: self._dismiss(seat) if done.exception() else None)
+        return joining
+
+    def _dismiss(self, seat: GroupSeat) -> Future[None]:
+        with self._changed:
+            if self._seats.get(seat.spec.name) is seat:
+                del self._seats[seat.spec.name]
+            if seat.busy:
+                seat.abort()
+            closing = seat.close()
+            self._leaving.add(closing)
+        closing.add_done_callback(self._left)
+        return closing
+
+    def _left(self, closing: Future[None]) -> None:
+        with self._changed:
+            self._leaving.discard(closing)
+
+    def leave(self, call: Call, verb: p.Leave) -> Future[None]:
+        self._break_off_if(lambda part: part.update.group == verb.group and bool(part.missing))
+        seat = self._seats.get(verb.group)
+        return done_future() if seat is None else self._dismiss(seat)
+
+    def abort(self, call: Call, verb: p.Abort) -> Future[None]:
+        self._break_off_if(lambda part: part.update.group == verb.group)
+        seat = self._seats.get(verb.group)
+        if seat is None:
+            return done_future()
+        seat.abort()
+        return seat.quiet()
+
+    def _break_off_if(self, lost: Callable[[Part], bool]) -> None:
+        """Close the open session if one of its parts can't be completed any more."""
+        with self._changed:
+            session = self.ledger.session
+            if session is not None and any(lost(part) for part in session.parts.values()):
+                self.ledger.break_off()
+                self._changed.notify_all()
+
+    # ------------------------------------------------------------------------ pauses
+
+    def pause(self, call: Call, verb: p.Pause) -> None:
+        until = time.monotonic() + call.timeout
+        with self._changed:
+            self.gate.paused = True
+            self.gate.abort_requested = verb.mode is PauseMode.ABORT
+        self._hooks.on_pause(verb.mode)
+        self._empty_gate(call, until)
+
+    def _empty_gate(self, call: Call, until: float) -> None:
+        if not self.gate.wait_until_empty(until, still_wanted=lambda: self._check_fence(call)):
+            raise EngineBusy(f"{self.gate.inside} requests still run after {call.timeout:g} s")
+
+    def resume(self, call: Call, verb: p.Resume) -> None:
+        with self._changed:
+            if (reason := self._why_shut()) is not None:
+                raise EngineFailed(f"it is {reason} and must not serve; a whole update that is published heals it")
+        self._hooks.on_resume()
+        with self._changed:
+            self.gate.paused = self.gate.abort_requested = False
+            self._changed.notify_all()
+
+    def flush(self, call: Call, verb: p.Flush) -> None:
+        if self._hooks.on_flush() is False:
+            raise EngineBusy("on_flush refused")
+
+    # ------------------------------------------------------------------------ one update
+
+    def check(self, call: Call, verb: p.Check) -> tuple[str, ...]:
+        update = p.unpack_update(verb.update)
+        return check_manifest(update.manifest, named_targets(self.model), strict=update.strict)
+
+    def begin(self, call: Call, verb: p.Begin) -> None:
+        until = time.monotonic() + call.timeout
+        update = p.unpack_update(verb.update)
+        targets = named_targets(self.model)
+        check_manifest(update.manifest, targets, strict=update.strict)
+        with self._changed:
+            adds_part = self.ledger.accepts_part(update.update_id, call.source)
+            self._opening = True
+        try:
+            if not adds_part:
+                self._break_off_session(until)
+            self._empty_gate(call, until)
+            with self._changed:
+                self._check_fence(call)
+                seat = self._seats.get(update.group)
+                if update.buckets and (seat is None or seat.aborted):
+                    raise EngineFailed(f"group {update.group} is {'not joined' if seat is None else 'broken'}")
+                part = self.ledger.begin(update, call.source, targets)
+                if seat is not None:
+                    seat.fence = call.fence
+                    seat.expect(list(part.buckets))
+        finally:
+            with self._changed:
+                self._opening = False
+                self._changed.notify_all()
+
+    def _break_off_session(self, until: float) -> None:
+        """Close the open session, if any, and return once no thread can write into the model any more."""
+        with self._changed:
+            self.ledger.break_off()
+            self._changed.notify_all()
+            busy = [seat for seat in self._seats.values() if seat.busy]
+            for seat in busy:
+                seat.abort()
+            leaving = [*self._leaving, *(seat.quiet() for seat in busy)]
+        _, stuck = wait_for_all(leaving, timeout=max(0.0, until - time.monotonic()))
+        if stuck:
+            raise EngineBusy(f"{len(stuck)} receive threads are still in a collective")
+
+    def receive(self, call: Call, verb: p.Receive) -> Future[None]:
+        with self._changed:
+            session, part = self.ledger.part(verb.update_id, call.source)
+            seat = self._seats.get(part.update.group)
+            if seat is None or verb.index not in part.buckets:
+                raise EngineFailed(f"no bucket {verb.index}, or group {part.update.group} was left")
+            self._check_fence(call)
+            seat.fence = call.fence
+            # Started under the condition, so that whoever brings a higher fence finds it and breaks it off.
+            job = partial(self._land, seat, session, part, part.buckets[verb.index], call.timeout)
+            return seat.receive(verb.index, job)
+
+    def _land(self, seat: GroupSeat, session: Session, part: Part, bucket: BucketSpec, timeout: float) -> None:
+        """In the seat's thread: receive one bucket and put it into the model."""
+        try:
+            device = torch.device("cpu") if seat.spec.backend == "gloo" else model_device(session.targets)
+            landing = BucketLanding(bucket, session.targets, part.update.manifest.aliases, device=device)
+            with self._changed:
+                self.ledger.check_open(session)
+                self.ledger.suspect(landing.in_place)
+            seat.broadcast(landing.buffers, timeout)
+            with self._changed:
+                self.ledger.check_open(session)
+                self.ledger.suspect(landing.names)
+            landing.apply()
+            with self._changed:
+                self.ledger.check_open(session)
+                part.landed.add(bucket.index)
+        except Exception:
+            # The group is of no use any more: its members no longer agree on what comes next.
+            seat.abort()
+            with self._changed:
+                self.ledger.break_off(session)
+                self._changed.notify_all()
+            raise
+
+    def end(self, call: Call, verb: p.End) -> None:
+        with self._changed:
+            session = self.ledger.check_complete(verb.update_id)
+        self._hooks.on_update_end()
+        with self._changed:
+            self._check_fence(call)
+            self.ledger.end(session)
+
+    def publish(self, call: Call, verb: p.Publish) -> None:
+        with self._changed:
+            self.ledger.publish(verb.version, call.fence)
+            self._changed.notify_all()
+
+    def reset(self, call: Call, verb: p.Reset) -> None:
+        self._break_off_session(time.monotonic() + call.timeout)

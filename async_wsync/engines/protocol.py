@@ -1,0 +1,270 @@
+"""What a source and a `WeightReceiver` say to each other: one request type, one reply type.
+
+Engines may be single-threaded actors, so no request blocks. A verb that takes longer is started and
+answered "not done", and then asked for with `Poll` under the id of its request. A request that arrives
+twice is not run twice: the second is answered as a poll.
+
+Errors travel as bytes next to their text, because an engine's own exception class may not exist, or not
+unpickle, in the process of the source.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import traceback
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+from async_wsync.errors import EngineFailed, StaleCall, StaleFence, WeightSyncError
+from async_wsync.types import BucketSpec, Call, EngineState, GroupSpec, Manifest, ParamMeta, PauseMode, UpdateSpec
+
+__all__ = [
+    "Abort",
+    "Begin",
+    "Check",
+    "Checksums",
+    "End",
+    "EngineSideError",
+    "Failure",
+    "Flush",
+    "Hello",
+    "Join",
+    "Leave",
+    "Pause",
+    "Poll",
+    "Publish",
+    "Receive",
+    "Reply",
+    "Request",
+    "Reset",
+    "Resume",
+    "Verb",
+    "pack_update",
+    "unpack_update",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """What is asked. Subclasses hold the arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hello(Verb):
+    """Who are you? Answered with an `EngineInfo`, under any fence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Poll(Verb):
+    """What became of the request with this id?"""
+
+    ticket: str
+
+
+@dataclass(frozen=True, slots=True)
+class Join(Verb):
+    """Become ``rank`` of the update group."""
+
+    group: GroupSpec
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Leave(Verb):
+    """Close the update group; unknown groups are left already."""
+
+    group: str
+
+
+@dataclass(frozen=True, slots=True)
+class Check(Verb):
+    """Would you take this update? ``update`` is packed by `pack_update`."""
+
+    update: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Pause(Verb):
+    mode: PauseMode
+
+
+@dataclass(frozen=True, slots=True)
+class Flush(Verb):
+    """Drop the cache, or refuse for now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begin(Verb):
+    """Open the update, or add this source's part to it. ``update`` is packed by `pack_update`."""
+
+    update: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Receive(Verb):
+    """Receive the bucket ``index`` of this source's part; done once it is in the parameters."""
+
+    update_id: str
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class End(Verb):
+    """Nothing more comes; refused where something is missing."""
+
+    update_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Publish(Verb):
+    """What the ended update left here is ``version``."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resume(Verb):
+    """Generate again; refused by an engine that may hold a mix of versions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Abort(Verb):
+    """Break off what the group is doing; done once the receive thread has left the collective."""
+
+    group: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reset(Verb):
+    """Close whatever update is open; the engine stays paused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checksums(Verb):
+    """Digest per tensor name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """``id`` is minted by the caller. ``incarnation``: whom it means to speak to; None for whoever answers."""
+
+    id: str
+    call: Call
+    verb: Verb
+    incarnation: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """``done`` with a ``value`` or a ``failure``, or still running. The rest describes the engine right now."""
+
+    incarnation: str
+    done: bool
+    value: Any = None
+    failure: Failure | None = None
+    state: EngineState = EngineState.STALE
+    version: int | None = None
+
+
+# -------------------------------------------------------------------------------- errors
+
+
+class EngineSideError(Exception):
+    """Stands in for an engine's exception that could not travel; its message has the type and the text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """An exception on its way from the engine to the source. ``error`` is pickled, or empty where that failed."""
+
+    text: str
+    trace: str
+    error: bytes
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        trace = "".join(traceback.format_exception(error))
+        return cls(text=f"{type(error).__name__}: {error}", trace=trace, error=_pickled(error))
+
+    def _original(self) -> BaseException:
+        try:
+            error = pickle.loads(self.error)
+            if isinstance(error, BaseException):
+                return error
+        except Exception:  # whatever a foreign class does when it is rebuilt
+            pass
+        return EngineSideError(self.text)
+
+    def rebuild(self, *, engine: str, phase: str, bucket: int | None = None) -> EngineFailed:
+        """The error to raise at the source; the engine's own exception is its cause."""
+        original = self._original()
+        where = phase if bucket is None else f"{phase} {bucket}"
+        facts = {"engine": engine, "phase": phase, "bucket": bucket}
+        if isinstance(original, WeightSyncError):
+            kind = type(original) if isinstance(original, EngineFailed) else EngineFailed
+            if isinstance(original, StaleFence):
+                kind = StaleCall
+            error = kind(f"{engine}: {where}: {original}", **{**original.__dict__, **facts})
+        else:
+            error = EngineFailed(f"{engine}: {where}: {self.text}", **facts)
+        original.add_note(f"Traceback at the engine:\n{self.trace}")
+        error.__cause__ = original
+        return error
+
+
+def _pickled(error: BaseException) -> bytes:
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)  # many exceptions pickle but can't be rebuilt
+    except Exception:
+        return b""
+    return data
+
+
+# -------------------------------------------------------------------------------- update specs
+
+_PACKED_KEPT = 4
+_packed: OrderedDict[tuple[str, int], tuple[UpdateSpec, bytes]] = OrderedDict()
+_packed_lock = threading.Lock()
+
+
+def pack_update(update: UpdateSpec) -> bytes:
+    """The spec as bytes, small and cheap to pickle again; computed once for all engines of an update.
+
+    Measured with 16 000 tensors: pickling the dataclasses takes 100 ms in one piece, the columns 5 ms. Buckets
+    refer to the manifest's tensors; ValueError if one has a tensor that the manifest has not.
+    """
+    key = (update.update_id, id(update))
+    with _packed_lock:
+        if key not in _packed:
+            _packed[key] = (update, _pack(update))
+            while len(_packed) > _PACKED_KEPT:
+                _packed.popitem(last=False)
+        return _packed[key][1]
+
+
+def _pack(update: UpdateSpec) -> bytes:
+    params = update.manifest.params
+    position = {meta.name: i for i, meta in enumerate(params)}
+    buckets = []
+    for bucket in update.buckets:
+        places = [position.get(meta.name, -1) for meta in bucket.params]
+        if any(place < 0 or params[place] != meta for place, meta in zip(places, bucket.params, strict=True)):
+            raise ValueError(f"bucket {bucket.index} has a tensor that the manifest has not")
+        buckets.append((bucket.index, bucket.nbytes, places))
+    columns = ([m.name for m in params], [m.dtype for m in params], [m.shape for m in params])
+    head = (update.update_id, update.version, update.group, update.strict)
+    return pickle.dumps((head, columns, update.manifest.aliases, buckets), protocol=5)
+
+
+def unpack_update(data: bytes) -> UpdateSpec:
+    """The spec that `pack_update` packed."""
+    (update_id, version, group, strict), columns, aliases, buckets = pickle.loads(data)
+    params = [ParamMeta(name=n, dtype=d, shape=s) for n, d, s in zip(*columns, strict=True)]
+    specs = [BucketSpec(index=i, params=tuple(params[p] for p in places), nbytes=n) for i, n, places in buckets]
+    manifest = Manifest(params=tuple(params), aliases=aliases)
+    return UpdateSpec(
+        update_id=update_id, version=version, manifest=manifest, buckets=tuple(specs), group=group, strict=strict
+    )

@@ -1,0 +1,135 @@
+"""The engine's end of the protocol: admits requests, starts their verbs, tells what became of them.
+
+Threads. Requests arrive on the actor's own threads (or its event loop) and never block there. Pauses, hooks and
+all that changes the session run one by one in one daemon thread; collectives run in one for each group. All
+state is guarded by one condition, which is never held while anything blocks.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from async_wsync.core.checksum import model_digests
+from async_wsync.engines import protocol as p
+from async_wsync.engines.desk import Desk, Hooks
+from async_wsync.engines.targets import Model, model_device, named_targets
+from async_wsync.engines.tickets import Tickets
+from async_wsync.errors import EngineFailed, EngineReplaced, StaleFence
+from async_wsync.runtime.threads import DaemonWorker
+from async_wsync.types import Call, EngineInfo
+
+__all__ = ["Reception"]
+
+
+class Reception:
+    """Everything behind `WeightReceiver`."""
+
+    def __init__(self, model: Model, hooks: Hooks, *, name: str) -> None:
+        self.incarnation = uuid.uuid4().hex
+        self._changed = threading.Condition(threading.RLock())
+        self.desk = Desk(model, hooks, name=name, changed=self._changed, check_fence=self._check_fence)
+        self._fence = 0
+        self._tickets = Tickets()
+        self._ops = DaemonWorker("wsync-receiver")
+        desk = self.desk
+        self._verbs: dict[type[p.Verb], Callable[[Call, Any], Any]] = {
+            p.Hello: self._hello,
+            p.Join: desk.join,
+            p.Leave: desk.leave,
+            p.Abort: desk.abort,
+            p.Receive: desk.receive,
+            p.Check: self._later(desk.check),
+            p.Pause: self._later(desk.pause),
+            p.Flush: self._later(desk.flush),
+            p.Begin: self._later(desk.begin),
+            p.End: self._later(desk.end),
+            p.Publish: self._later(desk.publish),
+            p.Resume: self._later(desk.resume),
+            p.Reset: self._later(desk.reset),
+            p.Checksums: self._later(self._checksums),
+        }
+
+    def handle(self, request: p.Request) -> p.Reply:
+        """Start what is asked, or tell what became of it. Never blocks, never raises for what the world does."""
+        verb = request.verb
+        if isinstance(verb, p.Poll):
+            return self._reply(verb.ticket)
+        if self._tickets.open(request.id):
+            try:
+                self._admit(request)
+                answer = self._verbs[type(verb)](request.call, verb)
+            except Exception as error:
+                self._tickets.settle(request.id, error=error)
+            else:
+                if isinstance(answer, Future):
+                    self._tickets.follow(request.id, answer)
+                else:
+                    self._tickets.settle(request.id, value=answer)
+        return self._reply(request.id)
+
+    def _reply(self, ticket: str) -> p.Reply:
+        known, outcome = self._tickets.look_up(ticket)
+        failure = None if outcome is None else outcome.failure
+        if not known:
+            failure = p.Failure.of(EngineFailed(f"request {ticket} is not known here"))
+        with self._changed:
+            return p.Reply(
+                incarnation=self.incarnation,
+                done=outcome is not None or not known,
+                value=None if outcome is None else outcome.value,
+                failure=failure,
+                state=self.desk.ledger.state,
+                version=self.desk.ledger.version,
+            )
+
+    def _admit(self, request: p.Request) -> None:
+        if request.incarnation not in (None, self.incarnation):
+            raise EngineReplaced("this engine was restarted: it has neither the group nor the weights it had")
+        verb, call = request.verb, request.call
+        if isinstance(verb, p.Hello):
+            return
+        with self._changed:
+            if isinstance(verb, p.Abort | p.Leave) and self.desk.owns(verb.group, call.source):
+                return  # whoever lost the lock may still stop what it started, and clean up
+            self._check_fence(call)
+            if call.fence > self._fence:
+                self._fence = call.fence
+                self._changed.notify_all()
+                self.desk.break_off_older(call.fence)
+
+    def _check_fence(self, call: Call) -> None:
+        with self._changed:
+            if call.fence < self._fence:
+                raise StaleFence(
+                    f"fence {call.fence} of {call.source!r} is stale, {self._fence} was seen: the caller lost the lock",
+                    fence=call.fence,
+                    seen=self._fence,
+                )
+
+    def _later(self, verb_fn: Callable[[Call, Any], Any]) -> Callable[[Call, Any], Future[Any]]:
+        def run(call: Call, verb: Any) -> Any:
+            self._check_fence(call)  # it may have waited here while another took over
+            return verb_fn(call, verb)
+
+        return lambda call, verb: self._ops.submit(run, call, verb)
+
+    def _hello(self, call: Call, verb: p.Hello) -> EngineInfo:
+        device = str(model_device(self.desk.model))
+        with self._changed:
+            return EngineInfo(
+                incarnation=self.incarnation,
+                version=self.desk.ledger.version,
+                state=self.desk.ledger.state,
+                device=device,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+            )
+
+    def _checksums(self, call: Call, verb: p.Checksums) -> dict[str, str]:
+        return model_digests(named_targets(self.desk.model))

@@ -1,0 +1,130 @@
+"""An engine's own tensors: their names, whether a manifest fits them, and landing a bucket in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+
+import torch
+from torch import nn
+
+from async_wsync.core.buckets import Landing, dtype_name, lay_out
+from async_wsync.errors import EngineRejected
+from async_wsync.types import BucketSpec, Manifest, ParamMeta, WireFormat
+
+__all__ = ["BucketLanding", "Model", "check_manifest", "model_device", "named_targets"]
+
+Model = nn.Module | Mapping[str, torch.Tensor] | Callable[[], Mapping[str, torch.Tensor]]
+"""A module, its tensors by name, or a function that returns them."""
+
+_SHOWN = 5
+
+
+def named_targets(model: Model) -> dict[str, torch.Tensor]:
+    """The engine's tensors by name, tied ones under each of their names. Looked up anew for each update, so that a
+    model may be moved or have its parameters replaced in between."""
+    if isinstance(model, nn.Module):
+        # keep_vars: the live tensors. Extra state need not be tensors.
+        named: Mapping[str, object] = model.state_dict(keep_vars=True)
+    else:
+        named = model() if callable(model) else model
+    return {name: tensor.detach() for name, tensor in named.items() if isinstance(tensor, torch.Tensor)}
+
+
+def model_device(model: Model) -> torch.device:
+    """Where the model's first tensor is."""
+    if isinstance(model, nn.Module):
+        tensors: Iterable[object] = chain(model.parameters(), model.buffers())
+    else:
+        tensors = (model() if callable(model) else model).values()
+    return next((tensor.device for tensor in tensors if isinstance(tensor, torch.Tensor)), torch.device("cpu"))
+
+
+def check_manifest(manifest: Manifest, targets: Mapping[str, torch.Tensor], *, strict: bool) -> tuple[str, ...]:
+    """`EngineRejected`, with complete lists, unless each tensor sent has a target of its dtype and shape.
+
+    ``strict``: each target must be sent, too; one that shares its storage with a target that is sent counts.
+    Returns notes on what was let pass.
+    """
+    metas = {meta.name: meta for meta in manifest.params}
+    sent = [*metas, *(alias for alias, _ in manifest.aliases)]
+    originals = {**{name: name for name in metas}, **dict(manifest.aliases)}
+    unknown = [name for name in sent if name not in targets]
+    mismatched = []
+    for name in sent:
+        meta, target = metas.get(originals[name]), targets.get(name)
+        if meta is None:
+            mismatched.append(f"{name}: an alias of {originals[name]!r}, which is not sent")
+        elif target is not None and (why := _mismatch(meta, target)):
+            mismatched.append(f"{name}: {why}")
+    missing = _missing(set(sent), targets)
+    if unknown or mismatched or (strict and missing):
+        raise _rejection(unknown, missing if strict else [], mismatched)
+    return (f"{len(missing)} tensors keep their old values",) if missing else ()
+
+
+def _mismatch(meta: ParamMeta, target: torch.Tensor) -> str | None:
+    if (dtype_name(target.dtype), tuple(target.shape)) != (meta.dtype, meta.shape):
+        return f"sent {meta.dtype} {list(meta.shape)}, here {dtype_name(target.dtype)} {list(target.shape)}"
+    return "a meta tensor here, it can hold no weights" if target.device.type == "meta" else None
+
+
+def _missing(sent: set[str], targets: Mapping[str, torch.Tensor]) -> list[str]:
+    """Targets that nothing is sent for, not even under another name of the same memory."""
+    covered = {_place(targets[name]) for name in sent if name in targets and targets[name].numel()}
+    return [name for name, tensor in targets.items() if name not in sent and _place(tensor) not in covered]
+
+
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _rejection(unknown: list[str], missing: list[str], mismatched: list[str]) -> EngineRejected:
+    kinds = {"unknown here": unknown, "missing in the update": missing, "mismatched": mismatched}
+    parts = [f"{len(names)} {kind} ({_first_few(names)})" for kind, names in kinds.items() if names]
+    return EngineRejected(
+        f"the update does not fit: {'; '.join(parts)}",
+        unknown=tuple(unknown),
+        missing=tuple(missing),
+        mismatched=tuple(mismatched),
+    )
+
+
+def _first_few(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+
+
+class BucketLanding:
+    """One bucket on its way into the targets: receive into ``buffers``, in order, then `apply`.
+
+    ``device``: where the group's backend can receive. Targets elsewhere are received into scratch memory first.
+    ``in_place``: the names whose own memory is received into, so that they change before `apply`.
+    """
+
+    def __init__(
+        self,
+        bucket: BucketSpec,
+        targets: Mapping[str, torch.Tensor],
+        aliases: Sequence[tuple[str, str]],
+        *,
+        device: torch.device,
+    ) -> None:
+        layout = lay_out(bucket, WireFormat.PACKED)
+        names = {meta.name for meta in bucket.params}
+        self._landing = Landing(layout, targets, device=device)
+        self._copies = [(targets[alias], targets[name]) for alias, name in aliases if name in names]
+        self.names = [*names, *(alias for alias, name in aliases if name in names)]
+        self.buffers = self._landing.buffers
+        mine = {buffer.untyped_storage().data_ptr() for buffer in self.buffers if buffer.numel()}
+        self.in_place = [meta.name for meta in layout.direct if targets[meta.name].untyped_storage().data_ptr() in mine]
+        self._cuda = {t.device for t in (targets[name] for name in names) if t.device.type == "cuda"}
+
+    def apply(self) -> None:
+        """Move what landed outside of the targets into them, and into their aliases; returns when it is there."""
+        self._landing.apply()
+        with torch.inference_mode():
+            for alias, original in self._copies:
+                if _place(alias) != _place(original):
+                    alias.copy_(original)
+        for device in self._cuda:
+            torch.cuda.current_stream(device).synchronize()

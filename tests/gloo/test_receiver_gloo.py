@@ -1,0 +1,294 @@
+"""A `WeightReceiver` in a real gloo group with the real source side."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from async_wsync.core.buckets import lay_out, param_meta, stage
+from async_wsync.engines import protocol as p
+from async_wsync.engines.receiver import WeightReceiver
+from async_wsync.errors import EngineFailed, EngineNotServing, EngineRejected, StaleFence
+from async_wsync.types import EngineState, Manifest, PauseMode, WireFormat
+from tests.receiver_driver import (
+    a_call,
+    ask,
+    connect,
+    look,
+    manifest_of,
+    outcome,
+    send_all,
+    staged,
+    start,
+    update_of,
+)
+
+
+def a_model(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    # A megabyte in one matrix, which travels from storage to storage, and small ones, which travel packed.
+    return nn.Sequential(nn.Linear(512, 512), nn.LayerNorm(512), nn.Linear(512, 8))
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+
+
+async def test_an_update_arrives_and_is_served_once_it_is_published() -> None:
+    trainer, models = a_model(1), [a_model(2), a_model(3)]
+    receivers = [WeightReceiver(model) for model in models]
+    call = a_call()
+    group = await connect(receivers, call)
+    update = update_of(manifest_of(trainer), version=7, bucket_bytes=10_000, group=group.spec.name)
+    assert len(update.buckets) > 2
+    for receiver in receivers:
+        await ask(receiver, p.Pause(PauseMode.DRAIN), call)
+        await ask(receiver, p.Begin(p.pack_update(update)), call)
+    await send_all(group, update, trainer, receivers, call)
+    for receiver, model in zip(receivers, models, strict=True):
+        await ask(receiver, p.End(update.update_id), call)
+        assert receiver.weight_version is None
+        await ask(receiver, p.Publish(7), call)
+        await ask(receiver, p.Resume(), call)
+        with receiver.serving() as version:
+            assert version == 7
+        assert receiver.weight_state is EngineState.CURRENT
+        assert same(trainer, model)
+        await ask(receiver, p.Leave(group.spec.name), call)
+    await group.aclose()
+
+
+async def test_buckets_announced_out_of_order_are_received_in_order() -> None:
+    trainer, model = a_model(1), a_model(2)
+    receiver, call = WeightReceiver(model), a_call()
+    group = await connect([receiver], call)
+    update = update_of(manifest_of(trainer), bucket_bytes=10_000, group=group.spec.name)
+    assert len(update.buckets) >= 3
+    await ask(receiver, p.Begin(p.pack_update(update)), call)
+    tickets = [start(receiver, p.Receive(update.update_id, b.index), call) for b in reversed(update.buckets)]
+    for bucket in update.buckets:
+        await group.broadcast(staged(bucket, trainer))
+    for ticket in tickets:
+        await outcome(receiver, ticket)
+    await ask(receiver, p.End(update.update_id), call)
+    assert same(trainer, model)
+    await group.aclose()
+
+
+async def test_an_abort_frees_a_blocked_receive_at_once_and_leaves_the_engine_torn() -> None:
+    model = a_model(2)
+    receiver, call = WeightReceiver(model), a_call()
+    group = await connect([receiver], call, timeout=60.0)
+    update = update_of(manifest_of(model), group=group.spec.name)
+    await ask(receiver, p.Begin(p.pack_update(update)), call)
+    ticket = start(receiver, p.Receive(update.update_id, 0), call)
+    await asyncio.sleep(0.2)
+    assert not look(receiver, ticket).done
+    started = time.monotonic()
+    await ask(receiver, p.Abort(group.spec.name), call)
+    assert look(receiver, ticket).done, "the abort was answered before the receive thread had left"
+    with pytest.raises(EngineFailed) as failed:
+        await outcome(receiver, ticket)
+    assert time.monotonic() - started < 5.0
+    assert failed.value.is_collective
+    assert receiver.weight_state is EngineState.TORN
+    with pytest.raises(EngineNotServing):
+        receiver.serving().__enter__()
+    with pytest.raises(EngineFailed, match="torn"):
+        await ask(receiver, p.Resume(), call)
+    await group.aclose()
+
+
+async def test_an_abort_before_anything_could_be_written_leaves_the_engine_whole() -> None:
+    model = nn.Linear(8, 8)
+    receiver, call = WeightReceiver(model), a_call()
+    group = await connect([receiver], call)
+    update = update_of(manifest_of(model), group=group.spec.name)
+    assert not lay_out(update.buckets[0], WireFormat.PACKED).direct
+    await ask(receiver, p.Begin(p.pack_update(update)), call)
+    ticket = start(receiver, p.Receive(update.update_id, 0), call)
+    await asyncio.sleep(0.2)
+    await ask(receiver, p.Abort(group.spec.name), call)
+    with pytest.raises(EngineFailed):
+        await outcome(receiver, ticket)
+    assert receiver.weight_state is EngineState.STALE
+    with receiver.serving() as version:
+        assert version is None
+    await group.aclose()
+
+
+async def test_nothing_written_after_an_abort_was_answered() -> None:
+    trainer, model = a_model(1), a_model(2)
+    receiver, call = WeightReceiver(model), a_call()
+    group = await connect([receiver], call)
+    update = update_of(manifest_of(model), group=group.spec.name)
+    await ask(receiver, p.Begin(p.pack_update(update)), call)
+    start(receiver, p.Receive(update.update_id, 0), call)
+    await asyncio.sleep(0.1)
+    await ask(receiver, p.Abort(group.spec.name), call)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(Exception):
+        await group.broadcast(staged(update.buckets[0], trainer))
+        await group.broadcast(staged(update.buckets[0], trainer))
+        raise EngineFailed("a send may succeed towards a member that is gone")
+    await asyncio.sleep(0.3)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    await group.aclose()
+
+
+async def test_a_torn_engine_is_healed_by_a_whole_update_only() -> None:
+    trainer, model = a_model(1), a_model(2)
+    receiver, call = WeightReceiver(model), a_call()
+    group = await connect([receiver], call)
+    update = update_of(manifest_of(trainer), bucket_bytes=10_000, group=group.spec.name)
+    await ask(receiver, p.Begin(p.pack_update(update)), call)
+    ticket = start(receiver, p.Receive(update.update_id, 0), call)
+    await group.broadcast(staged(update.buckets[0], trainer))
+    await outcome(receiver, ticket)
+    with pytest.raises(EngineFailed, match="have not arrived"):
+        await ask(receiver, p.End(update.update_id), call)
+    await ask(receiver, p.Reset(), call)
+    assert receiver.weight_state is EngineState.TORN
+
+    full = manifest_of(trainer)
+    rest = type(full)(params=full.params[-1:])
+    part = update_of(rest, version=2, group=group.spec.name, strict=False)
+    await ask(receiver, p.Begin(p.pack_update(part)), call)
+    await send_all(group, part, trainer, [receiver], call)
+    with pytest.raises(EngineRejected) as refused:
+        await ask(receiver, p.End(part.update_id), call)
+    assert full.params[0].name in refused.value.missing
+
+    again = update_of(full, version=3, bucket_bytes=10_000, group=group.spec.name)
+    await ask(receiver, p.Begin(p.pack_update(again)), call)
+    await send_all(group, again, trainer, [receiver], call)
+    await ask(receiver, p.End(again.update_id), call)
+    assert receiver.weight_state is EngineState.TORN, "whole, but nobody published it"
+    await ask(receiver, p.Publish(3), call)
+    assert receiver.weight_state is EngineState.CURRENT
+    assert same(trainer, model)
+    await group.aclose()
+
+
+async def test_a_higher_fence_breaks_off_the_receive_of_another_source() -> None:
+    model = a_model(2)
+    receiver = WeightReceiver(model)
+    old, new = a_call(source="old", fence=5), a_call(source="new", fence=6)
+    group = await connect([receiver], old, timeout=60.0)
+    update = update_of(manifest_of(model), group=group.spec.name)
+    await ask(receiver, p.Begin(p.pack_update(update)), old)
+    ticket = start(receiver, p.Receive(update.update_id, 0), old)
+    await asyncio.sleep(0.1)
+    await ask(receiver, p.Pause(PauseMode.DRAIN), new)
+    with pytest.raises(EngineFailed):
+        await outcome(receiver, ticket, within=5.0)
+    with pytest.raises(StaleFence):
+        await ask(receiver, p.End(update.update_id), old)
+    # It may still clean up what is its own.
+    await ask(receiver, p.Abort(group.spec.name), old)
+    await ask(receiver, p.Leave(group.spec.name), old)
+    await group.aclose()
+
+
+async def test_a_new_trainer_takes_over_the_session_that_a_dead_one_left_open() -> None:
+    trainer, model = a_model(1), a_model(2)
+    receiver = WeightReceiver(model)
+    dead, alive = a_call(source="trainer-a", fence=5), a_call(source="trainer-b", fence=6)
+    group = await connect([receiver], dead, timeout=60.0)
+    update = update_of(manifest_of(model), group=group.spec.name)
+    await ask(receiver, p.Begin(p.pack_update(update)), dead)
+    ticket = start(receiver, p.Receive(update.update_id, 0), dead)
+    await asyncio.sleep(0.1)
+    assert not look(receiver, ticket).done
+
+    again = await connect([receiver], alive)
+    second = update_of(manifest_of(trainer), version=2, group=again.spec.name)
+    await ask(receiver, p.Begin(p.pack_update(second)), alive)
+    await send_all(again, second, trainer, [receiver], alive)
+    await ask(receiver, p.End(second.update_id), alive)
+    await ask(receiver, p.Publish(2), alive)
+    assert receiver.weight_state is EngineState.CURRENT
+    assert same(trainer, model)
+    await group.aclose()
+    await again.aclose()
+
+
+async def test_the_old_seat_is_given_up_when_its_source_joins_again() -> None:
+    receiver, call = WeightReceiver(a_model()), a_call()
+    first = await connect([receiver], call)
+    second = await connect([receiver], call)
+    with pytest.raises(EngineFailed, match="not joined"):
+        await ask(receiver, p.Begin(p.pack_update(update_of(manifest_of(a_model()), group=first.spec.name))), call)
+    await ask(receiver, p.Begin(p.pack_update(update_of(manifest_of(a_model()), group=second.spec.name))), call)
+    await first.aclose()
+    await second.aclose()
+
+
+async def test_two_sources_send_their_parts_of_one_update() -> None:
+    trainer, model = a_model(1), a_model(2)
+    receiver = WeightReceiver(model)
+    calls = [a_call(source="stage-0", fence=1), a_call(source="stage-1", fence=2)]
+    groups = [await connect([receiver], call) for call in calls]
+    full = manifest_of(trainer)
+    parts = []
+    for params, group in zip((full.params[:3], full.params[3:]), groups, strict=True):
+        spec = update_of(type(full)(params=params), version=4, group=group.spec.name, strict=False)
+        parts.append(replace(spec, update_id="round-1"))
+    calls = [a_call(source="stage-0", fence=3), a_call(source="stage-1", fence=4)]
+    for call, group, part in zip(calls, groups, parts, strict=True):
+        await ask(receiver, p.Begin(p.pack_update(part)), call)
+        await send_all(group, part, trainer, [receiver], call)
+    await ask(receiver, p.End("round-1"), calls[1])
+    await ask(receiver, p.Publish(4), calls[1])
+    assert receiver.weight_state is EngineState.CURRENT
+    assert same(trainer, model)
+    for group in groups:
+        await group.aclose()
+
+
+async def test_tied_weights_sent_once_reach_an_engine_that_does_not_tie_them() -> None:
+    trainer = {"a": torch.randn(300, 300), "b": torch.randn(4)}
+    engine = {"a": torch.zeros(300, 300), "tied": torch.zeros(300, 300), "b": torch.zeros(4), "also": torch.zeros(4)}
+    receiver, call = WeightReceiver(engine), a_call()
+    group = await connect([receiver], call)
+    manifest = Manifest(
+        params=tuple(param_meta(n, t) for n, t in trainer.items()), aliases=(("tied", "a"), ("also", "b"))
+    )
+    update = update_of(manifest, group=group.spec.name)
+    await ask(receiver, p.Begin(p.pack_update(update)), call)
+    ticket = start(receiver, p.Receive(update.update_id, 0), call)
+    await group.broadcast(stage(lay_out(update.buckets[0], WireFormat.PACKED), trainer))
+    await outcome(receiver, ticket)
+    assert torch.equal(engine["tied"], trainer["a"])
+    assert torch.equal(engine["also"], trainer["b"])
+    await group.aclose()
+
+
+async def test_nothing_of_an_update_stays_in_memory_or_in_threads() -> None:
+    trainer = a_model(1)
+    receiver, call = WeightReceiver(a_model(2)), a_call()
+    threads = threading.active_count()
+    group = await connect([receiver], call)
+    update = update_of(manifest_of(trainer), group=group.spec.name)
+    await ask(receiver, p.Begin(p.pack_update(update)), call)
+    session = weakref.ref(receiver._reception.desk.ledger.session)
+    await send_all(group, update, trainer, [receiver], call)
+    await ask(receiver, p.End(update.update_id), call)
+    await ask(receiver, p.Publish(1), call)
+    await ask(receiver, p.Leave(group.spec.name), call)
+    await group.aclose()
+    until = time.monotonic() + 10.0
+    while (threading.active_count() > threads + 1 or session() is not None) and time.monotonic() < until:
+        await asyncio.sleep(0.02)
+        gc.collect()
+    assert session() is None
+    names = [t.name for t in threading.enumerate()]
+    assert threading.active_count() <= threads + 1, names  # the receiver's own
