@@ -43,8 +43,9 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     demo = commands.add_parser(
         "demo",
         help="train a small model while Ray engines generate and take each new version",
-        description="Trains a small transformer on the help texts that ship with Python, while Ray engines generate with it and "
-        "take each new version of its weights. Ends with a table, and with exit code 1 where an engine differs from the trainer.",
+        description="Trains a small transformer on the help texts that ship with Python, while Ray engines generate "
+        "with it and take each new version. Ends with a table, and with exit code 1 where an engine differs "
+        "from the trainer.",
     )
     demo.add_argument("--updates", type=int, default=20, metavar="N", help="weight updates (default %(default)s)")
     demo.add_argument("--engines", type=int, default=2, metavar="N", help="rollout engines (default %(default)s)")

@@ -26,8 +26,8 @@ class UpdateResult:
         report = self.report
         spent = ", ".join(f"{name} {format_seconds(report.phases.get(name, 0.0))}" for name in SHOWN_PHASES)
         return (
-            f"v{report.version:<3} loss {self.loss:.2f}  {format_bytes(report.nbytes)} in {format_seconds(report.seconds)} "
-            f"({report.gbps:.2f} GB/s): {spent}"
+            f"v{report.version:<3} loss {self.loss:.2f}  "
+            f"{format_bytes(report.nbytes)} in {format_seconds(report.seconds)} ({report.gbps:.2f} GB/s): {spent}"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -94,8 +94,9 @@ class DemoResult:
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         seconds = [update.report.seconds for update in self.updates]
         lines.append(
-            f"{len(self.updates)} updates, {format_seconds(sum(seconds) / len(seconds))} each on average; longest event loop "
-            f"gap during an update {self.max_loop_gap * 1e3:.1f} ms; {format_seconds(self.seconds)} in all"
+            f"{len(self.updates)} updates, {format_seconds(sum(seconds) / len(seconds))} each on average; "
+            f"longest event loop gap during an update {self.max_loop_gap * 1e3:.1f} ms; "
+            f"{format_seconds(self.seconds)} in all"
         )
         return "\n".join(lines)
 

@@ -107,8 +107,8 @@ class _Demo:
         trainer = await worker.run(lambda: Trainer(text, seed=self._options.seed, num_steps=num_steps))
         num_parameters = sum(p.numel() for p in trainer.model.parameters())
         self._out(
-            f"training {num_parameters / 1e6:.1f} M parameters on {len(text.tokens) / 1e3:.0f} k characters of Python's help; "
-            f"{len(names)} Ray engines write meanwhile"
+            f"training {num_parameters / 1e6:.1f} M parameters on {len(text.tokens) / 1e3:.0f} k characters of "
+            f"Python's help; {len(names)} Ray engines write meanwhile"
         )
         for name, handle in handles.items():
             self._show(name, await self._sample(handle, version=None))
