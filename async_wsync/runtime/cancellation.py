@@ -157,9 +157,7 @@ def _is_anyio(cancel: asyncio.CancelledError) -> bool:
     return bool(cancel.args) and str(cancel.args[0]).startswith("Cancelled via cancel scope ")
 
 
-def _add_notes(
-    cancel: asyncio.CancelledError, inner: asyncio.Future[Any], what: str, timeout: float | None
-) -> None:
+def _add_notes(cancel: asyncio.CancelledError, inner: asyncio.Future[Any], what: str, timeout: float | None) -> None:
     """What the cancelled caller will not see otherwise: that ``inner`` ran out of time, or failed."""
     if timeout is not None:
         cancel.add_note(f"{what} did not finish within {timeout:g} s")

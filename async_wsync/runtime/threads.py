@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
-__all__ = ["DaemonWorker", "start_daemon", "wait_done", "wait_for"]
+__all__ = ["DaemonWorker", "pause", "run_bounded", "spawn", "start_daemon", "wait_done", "wait_for"]
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +117,18 @@ def start_daemon(fn: Callable[..., object], *args: Any, name: str) -> threading.
     return thread
 
 
+def pause(seconds: float) -> None:
+    """Sleep, in a thread of one's own."""
+    threading.Event().wait(seconds)
+
+
+def spawn(fn: Callable[..., T], *args: Any, name: str) -> Future[T]:
+    """Start ``fn(*args)`` in a daemon thread of its own; the future carries its outcome."""
+    call = _Call(fn, args)
+    start_daemon(call.run, name=name)
+    return call.future
+
+
 async def wait_for(future: Future[T]) -> T:
     """Await a thread's future. Unlike `asyncio.wrap_future`, cancelling the await never cancels the call."""
     await wait_done(future)
@@ -143,3 +155,19 @@ async def wait_done(future: Future[Any]) -> None:
 
     future.add_done_callback(landed)
     await waiter
+
+
+def run_bounded(fn: Callable[[], T], *, seconds: float, name: str, on_expiry: Callable[[], object]) -> T:
+    """Call ``fn`` in a daemon thread of its own and wait for it, blocking, at most ``seconds``.
+
+    Then ``on_expiry`` is called, which should make ``fn`` return soon, and TimeoutError is raised. What ``fn`` returns
+    after that is dropped in its own thread.
+    """
+    future = spawn(fn, name=name)
+    try:
+        return future.result(timeout=max(seconds, 0.0))
+    except TimeoutError:
+        if future.done():
+            return future.result()  # it ended in this very moment, or with a TimeoutError of its own
+        on_expiry()
+        raise

@@ -1,0 +1,106 @@
+"""The engine's end of an update group: blocking, for the thread in which an engine receives."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from async_wsync.errors import BroadcastFailed
+from async_wsync.runtime.process_group import ProcessGroup, wait_for_cuda
+from async_wsync.runtime.store import first_line
+from async_wsync.types import GroupSpec
+
+__all__ = ["GroupMember"]
+
+logger = logging.getLogger(__name__)
+
+#: Seconds that collectives started before a failure get to let go of their tensors.
+FAILURE_GRACE = 2.0
+
+
+class GroupMember:
+    """One engine rank's membership. `broadcast` belongs to one thread; everything else may be called from any."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._stop = threading.Event()
+        self._busy = threading.Lock()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._group.dropped else "aborted" if self.aborted else "ready"
+        if self._busy.locked():
+            state += ", receiving"
+        spec = self.spec
+        return f"<GroupMember {spec.name!r} rank {self.rank} of {spec.world_size}, {spec.backend}, {state}>"
+
+    @property
+    def spec(self) -> GroupSpec:
+        return self._group.spec
+
+    @property
+    def rank(self) -> int:
+        return self._group.rank
+
+    @property
+    def aborted(self) -> bool:
+        """True once the group is broken: by `abort`, or by a broadcast that failed. It is never repaired."""
+        return self._group.aborted
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], timeout: float | None = None) -> None:
+        """Receive into ``tensors``, in order, from rank 0; blocks until all have arrived.
+
+        Each is contiguous, of a dtype that the backend knows (`torch.uint8` always is), and of exactly the sent
+        number of bytes: gloo checks nothing. ``timeout`` in seconds for all of them, at most the group's own.
+        Raises `BroadcastFailed`; the group is broken up then, here and for the members connected with us.
+        """
+        seconds = self.spec.timeout if timeout is None else min(timeout, self.spec.timeout)
+        started = time.monotonic()
+        with self._busy:
+            works: list[Any] = []
+            try:
+                works.extend(self._group.start(tensor, timeout=seconds) for tensor in tensors)
+                self._wait(works, tensors, started + seconds)
+            except RuntimeError as error:
+                self.abort()
+                self._let_go(works)
+                after = time.monotonic() - started
+                raise BroadcastFailed(
+                    f"rank {self.rank} of group {self.spec.name} did not receive after {after:.2f} s: {first_line(error)}",
+                    group=self.spec.name,
+                ) from error
+
+    def abort(self) -> None:
+        """Break the group up at once. A blocked `broadcast` fails, here and at the members connected with us."""
+        self._stop.set()
+        self._group.abort()
+
+    def close(self) -> None:
+        """Leave the group: a blocked `broadcast` fails, its sockets and threads go. Idempotent, never blocks."""
+        if self._busy.locked():
+            self.abort()
+        self._stop.set()
+        self._group.drop()
+
+    def _wait(self, works: list[Any], tensors: Sequence[torch.Tensor], deadline: float) -> None:
+        if self.spec.backend == "nccl" and works:
+            wait_for_cuda(works, tensors[0].device, seconds=deadline - time.monotonic(), stop=self._stop)
+            return
+        for work in works:
+            work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+
+    def _let_go(self, works: list[Any]) -> None:
+        """The caller may free or reuse its tensors after an error: no collective may still write into them."""
+        if self.spec.backend == "nccl":
+            return  # abort has taken the communicator away
+        deadline = time.monotonic() + FAILURE_GRACE
+        for work in works:
+            try:
+                work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+            except RuntimeError:
+                pass

@@ -1,0 +1,207 @@
+"""The source's end of an update group: broadcasts as asyncio futures, abort, bounded close."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from async_wsync.errors import BroadcastFailed
+from async_wsync.runtime.process_group import ProcessGroup, wait_for_cuda
+from async_wsync.runtime.store import first_line
+from async_wsync.runtime.threads import DaemonWorker, wait_done
+from async_wsync.types import GroupSpec
+
+__all__ = ["UpdateGroup"]
+
+logger = logging.getLogger(__name__)
+
+
+class UpdateGroup:
+    """The source's membership (rank 0). Use it from one event loop."""
+
+    def __init__(self, group: ProcessGroup, worker: DaemonWorker) -> None:
+        self._group = group
+        self._launcher = worker
+        self._stop = threading.Event()
+        self._pending: set[_Pending] = set()
+        self._waiter = DaemonWorker(f"wait {group.spec.name}")  # starts with the first NCCL broadcast
+        self._dropped: Future[None] | None = None
+        # Whoever forgets to close us must not block: abort frees the threads, a daemon thread drops the group.
+        self._finalizer = weakref.finalize(self, _scrap, group, self._stop)
+        self._finalizer.atexit = False  # process_group has its own hook
+
+    def __repr__(self) -> str:
+        spec = self.spec
+        state = "closed" if self._dropped is not None else "aborted" if self.aborted else "ready"
+        where = f"{spec.backend}, {spec.world_size} ranks, {spec.master_address}:{spec.master_port}"
+        return f"<UpdateGroup {spec.name!r} {state}, {where}, {len(self._pending)} broadcasts pending>"
+
+    @property
+    def spec(self) -> GroupSpec:
+        return self._group.spec
+
+    @property
+    def aborted(self) -> bool:
+        """True once the group is broken: by `abort`, or by a broadcast that failed. It is never repaired."""
+        return self._group.aborted
+
+    @property
+    def num_pending(self) -> int:
+        """Broadcasts whose collectives are not over, cancelled and failed ones included."""
+        return len(self._pending)
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> asyncio.Future[None]:
+        """Start sending ``tensors`` (contiguous, in order) to all members; returns at once.
+
+        The future is done when this process may reuse the tensors, which says nothing about the members. It fails
+        with `BroadcastFailed`, at the first error; the group is broken up then. The tensors are kept alive until the
+        collectives are over, whatever becomes of the future. Keep the group: collected while busy, it is broken up.
+        """
+        pending = _Pending(self._group, tensors, self._pending)
+        if self._dropped is not None or self.aborted:
+            pending.fail(RuntimeError("the group was broken up or closed"))
+            return pending.future
+        self._pending.add(pending)
+        if self.spec.backend == "nccl":
+            self._launcher.submit(pending.launch_nccl, self._waiter, self._stop)
+        else:
+            self._launcher.submit(pending.launch_gloo)
+        return pending.future
+
+    def abort(self) -> None:
+        """Break the group up: sync, immediate, idempotent. Pending futures fail; connected members are freed."""
+        self._stop.set()
+        self._group.abort()
+        for pending in list(self._pending):
+            pending.fail(RuntimeError("the group was broken up"))
+
+    async def aclose(self, timeout: float = 10.0) -> None:
+        """Leave the group and free its sockets and threads, within ``timeout`` seconds; idempotent.
+
+        What is still pending is broken off. What does not end in time is left to a daemon thread.
+        """
+        if self._pending:
+            self.abort()
+        self._stop.set()
+        if self._dropped is None:
+            self._finalizer.detach()
+            self._dropped = self._group.drop()
+            self._launcher.close()
+            self._waiter.close()
+        try:
+            async with asyncio.timeout(timeout):
+                await wait_done(self._dropped)
+        except TimeoutError:
+            logger.warning("group %s did not let go within %g s and was left to itself", self.spec.name, timeout)
+
+
+class _Pending:
+    """One call of `broadcast`: several collectives, one future. Knows nothing of the UpdateGroup, so that a
+    forgotten group can be collected."""
+
+    def __init__(self, group: ProcessGroup, tensors: Sequence[torch.Tensor], unfinished: set[_Pending]) -> None:
+        self._group = group
+        self._unfinished = unfinished
+        self._tensors: list[torch.Tensor] | None = list(tensors)
+        self._loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()
+        self._left = 0
+        self.future: asyncio.Future[None] = self._loop.create_future()
+        self.future.add_done_callback(_retrieve)
+
+    def launch_gloo(self) -> None:
+        """Start the collectives (in the launcher's thread, where it may block)."""
+        tensors = self._tensors or []
+        self._left = len(tensors) + 1
+        try:
+            for tensor in tensors:
+                self._group.start(tensor).get_future().add_done_callback(self._one_over)
+        except RuntimeError as error:
+            self._broke(error)
+        self._count_down()
+
+    def launch_nccl(self, waiter: DaemonWorker, stop: threading.Event) -> None:
+        tensors = self._tensors or []
+        try:
+            works = []
+            for tensor in tensors:
+                with torch.cuda.device(tensor.device):
+                    works.append(self._group.start(tensor))
+            waiter.submit(self._wait_nccl, works, stop)
+        except RuntimeError as error:
+            self._broke(error)
+            self._over()
+
+    def _wait_nccl(self, works: list[Any], stop: threading.Event) -> None:
+        try:
+            if works:
+                device = self._tensors[0].device if self._tensors else torch.device("cuda")
+                wait_for_cuda(works, device, seconds=self._group.spec.timeout, stop=stop)
+        except RuntimeError as error:
+            self._broke(error)
+        self._over()
+
+    def _one_over(self, outcome: torch.futures.Future[Any]) -> None:
+        # In one of gloo's threads.
+        try:
+            outcome.value()
+        except RuntimeError as error:
+            self._broke(error)
+        self._count_down()
+
+    def _count_down(self) -> None:
+        with self._lock:
+            self._left -= 1
+            if self._left:
+                return
+        self._over()
+
+    def _over(self) -> None:
+        self._tensors = None
+        self._hop(self._succeed)
+
+    def _broke(self, error: RuntimeError) -> None:
+        # After an error the group is dead for all; say so now to whoever is still blocked in it.
+        self._group.abort()
+        self._hop(self.fail, error)
+
+    def _hop(self, fn: Any, *args: Any) -> None:
+        try:
+            self._loop.call_soon_threadsafe(fn, *args)
+        except RuntimeError:  # the loop is closed: nobody waits any more
+            pass
+
+    def _succeed(self) -> None:
+        self._unfinished.discard(self)
+        if not self.future.done():
+            self.future.set_result(None)
+
+    def fail(self, error: RuntimeError) -> None:
+        """On the loop's thread. The first error stands."""
+        if self.future.done():
+            return
+        failed = BroadcastFailed(
+            f"the broadcast in group {self._group.spec.name} failed at the source: {first_line(error)}",
+            group=self._group.spec.name,
+        )
+        failed.__cause__ = error
+        self.future.set_exception(failed)
+
+
+def _retrieve(future: asyncio.Future[None]) -> None:
+    # The engines' errors come first, and often nobody asks for ours.
+    if not future.cancelled():
+        future.exception()
+
+
+def _scrap(group: ProcessGroup, stop: threading.Event) -> None:
+    stop.set()
+    group.abort()
+    group.drop()

@@ -1,0 +1,290 @@
+"""One member's end of a torch process group; the only file that uses torch's less public distributed API.
+
+Groups are built directly, outside torch's global registry: no default group is touched, a name can be used
+again, and whoever holds the last reference decides when the group goes. Measured with torch 2.13 and gloo:
+
+- abort, shutdown and destroy free nobody who is blocked; shutting the sockets down does (see `sockets`);
+- dropping the last reference to a busy group blocks the thread that drops it, so a daemon thread does;
+- a collective's own ``timeout`` option is honoured, and works per call.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future, wait
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from async_wsync.runtime import sockets
+from async_wsync.runtime.store import PrefixStore, Store
+from async_wsync.runtime.threads import pause, spawn
+from async_wsync.types import GroupSpec
+
+__all__ = ["ProcessGroup", "wait_for_cuda"]
+
+logger = logging.getLogger(__name__)
+
+#: Seconds by which NCCL's own limit lies above ours: its watchdog would end the whole process.
+NCCL_WATCHDOG_MARGIN = 60.0
+#: Seconds that the interpreter's end waits for groups to let go.
+EXIT_GRACE = 1.0
+
+# One device is made at a time, so that its listening socket can be told from the others of this process.
+_device_lock = threading.Lock()
+_live: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+_exit_hook = threading.Lock()  # held once the hook is registered
+
+
+class ProcessGroup:
+    """A torch process group of which the source is rank 0, and what it takes to break it up."""
+
+    def __init__(self, spec: GroupSpec, rank: int, store: Store) -> None:
+        self.spec = spec
+        self.rank = rank
+        self._store: Store | None = store
+        self._device: Any = None
+        self._pg: Any = None
+        self._own: sockets.Address | None = None
+        self._peers: frozenset[sockets.Address] = frozenset()
+        self._missing: frozenset[int] = frozenset()
+        self._lock = threading.Lock()
+        self._aborted = False
+        self._dropped: Future[None] | None = None
+        _live.add(self)
+        if _exit_hook.acquire(blocking=False):
+            atexit.register(_at_exit)
+
+    @property
+    def aborted(self) -> bool:
+        return self._aborted
+
+    @property
+    def dropped(self) -> bool:
+        return self._dropped is not None
+
+    @property
+    def missing(self) -> frozenset[int]:
+        """The announcing ranks that `build` has not heard of yet."""
+        return self._missing
+
+    def build(self, *, announcing: Collection[int], eager: bool) -> None:
+        """Connect to all other members. Blocks, for as long as the store and ``spec.timeout`` allow.
+
+        ``announcing``: the ranks that tell their listening address as we do. ``eager``: every member connects now
+        (NCCL alone would wait for the first collective). Raises RuntimeError (torch's, or when aborted meanwhile).
+        """
+        if self.spec.backend == "gloo":
+            self._build_gloo(announcing)
+        elif self.spec.backend == "nccl":
+            self._build_nccl(announcing, eager)
+        else:
+            raise ValueError(f"backend {self.spec.backend!r} is neither 'gloo' nor 'nccl'")
+        if self._aborted:
+            self.abort()  # again: the first one came before there was everything to break
+            raise RuntimeError("the group was broken up while it was being built")
+
+    def abort_building(self) -> None:
+        """Make a blocked `build` return: break up what is there of the group, and our connections to the store."""
+        self.abort()
+        hosts, port = sockets.resolve(self.spec.master_address), self.spec.master_port
+        sockets.break_connections(lambda _, peer: peer[1] == port and peer[0] in hosts)
+
+    def start(self, tensor: torch.Tensor, *, timeout: float | None = None) -> Any:
+        """Start the broadcast of ``tensor`` from rank 0 and return torch's Work. ``timeout`` in seconds (gloo only)."""
+        pg = self._pg
+        if pg is None or self._aborted:
+            raise RuntimeError("the group was broken up")
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        options.asyncOp = True
+        if timeout is not None and self.spec.backend == "gloo":
+            options.timeout = timedelta(seconds=timeout)
+        return pg.broadcast([tensor], options)
+
+    def abort(self) -> None:
+        """Break the group up, at once and from any thread: collectives blocked here, and at connected peers, fail."""
+        with self._lock:
+            self._aborted = True
+            pg, own = self._pg, self._own
+        if self.spec.backend == "nccl":
+            if pg is not None:
+                spawn(_abort_nccl, pg, name=f"abort {self.spec.name}")
+            return
+        peers = self._peers
+        broken = sockets.break_connections(lambda local, peer: local == own or peer in peers)
+        if broken:
+            logger.debug("group %s: broke %d connections", self.spec.name, broken)
+
+    def drop(self) -> Future[None]:
+        """Let go of the group in a daemon thread, since that blocks while collectives run; the future tells when."""
+        with self._lock:
+            if self._dropped is None:
+                parts = [self._pg, self._device, self._store]
+                self._pg = self._device = self._store = None
+                self._dropped = spawn(parts.clear, name=f"drop {self.spec.name}")
+            return self._dropped
+
+    def connections(self) -> int:
+        """How many open connections of this process belong to the group."""
+        own, peers = self._own, self._peers
+        return sockets.count_connections(lambda local, peer: local == own or peer in peers)
+
+    def _prefixed(self, device: str) -> Store:
+        # The prefixes that torch's own helper ends up with for a group of this name, so that engines which
+        # join through ``init_process_group``-like helpers (SGLang's does) find us.
+        name, store = self.spec.name, self._store
+        if store is None:
+            raise RuntimeError("the group was dropped")
+        return PrefixStore(f"{device}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
+
+    def _exchange(self, announcing: Collection[int]) -> frozenset[sockets.Address]:
+        """Tell our listening address through the store, and learn the others'.
+
+        Polls: torch's store client serves one call at a time, so a blocking one could not be looked behind.
+        """
+        store = self._store
+        if store is None:
+            raise RuntimeError("the group was dropped")
+        table = PrefixStore(f"async_wsync/{self.spec.name}/address", store)
+        table.set(str(self.rank), f"{self._own[1]} {self._own[0]}" if self._own else "")
+        heard: set[sockets.Address] = set()
+        self._missing, delay = frozenset(announcing), 0.001
+        while self._missing:
+            if self._aborted:
+                raise RuntimeError("the group was broken up while it was being built")
+            there = [rank for rank in self._missing if table.check([str(rank)])]
+            for rank in there:
+                port, _, host = table.get(str(rank)).decode().partition(" ")
+                if host:
+                    heard.add((host, int(port)))
+            self._missing = self._missing.difference(there)
+            if not there:
+                pause(delay)
+                delay = min(delay * 1.5, 0.02)
+        return frozenset(heard) - {self._own}
+
+    def _build_gloo(self, announcing: Collection[int]) -> None:
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._timeout = timedelta(seconds=self.spec.timeout)
+        options._threads = 2
+        device, self._own = _new_device(self.spec)
+        options._devices = [device]
+        peers = self._exchange(announcing)
+        self._peers = peers
+        table = self._prefixed("cpu")
+        pg = gloo(table, self.rank, self.spec.world_size, options)
+        foreign = set(range(self.spec.world_size)).difference(announcing)
+        with self._lock:
+            self._pg, self._device = pg, device
+            self._peers = peers | _gloo_addresses(table, self.rank, self._own, foreign)
+
+    def _build_nccl(self, announcing: Collection[int], eager: bool) -> None:
+        self._exchange(announcing)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=self.spec.timeout + NCCL_WATCHDOG_MARGIN)
+        pg = dist.ProcessGroupNCCL(self._prefixed("cuda"), self.rank, self.spec.world_size, options)
+        with self._lock:
+            self._pg = pg
+        if eager:
+            pg.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
+
+
+def _gloo_addresses(
+    table: Store, rank: int, own: sockets.Address | None, others: Collection[int]
+) -> set[sockets.Address]:
+    """The listening addresses of members that announced none, from what gloo itself put into the store.
+
+    Its record holds a raw ``sockaddr`` at some place. That place is where our own record holds our own address; where
+    it cannot be found there, the format is not the one known, and nothing is guessed.
+    """
+    if own is None:
+        return set()
+    pattern = sockets.pack_address(own)
+    found = set()
+    for key in ("0/{}", "{}"):
+        if not others or not table.check([key.format(rank)]):
+            continue
+        offset = table.get(key.format(rank)).find(pattern)
+        if offset < 0:
+            continue
+        for other in others:
+            if table.check([key.format(other)]):
+                address = sockets.unpack_address(table.get(key.format(other))[offset:])
+                if address is not None:
+                    found.add(address)
+    return found
+
+
+def _new_device(spec: GroupSpec) -> tuple[Any, sockets.Address | None]:
+    """A gloo device, and the address on which it listens for its peers (None where that cannot be told).
+
+    Bound to the interface that leads to the source, unless the user named one: torch's default is whatever the
+    host's name resolves to, which on many machines is a loopback address.
+    """
+    create = dist.ProcessGroupGloo.create_device
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    host = sockets.local_address(spec.master_address, spec.master_port)
+    with _device_lock:
+        for _ in range(3):
+            before = sockets.listeners()
+            if interface:
+                device = create(interface=interface)
+            elif host is not None:
+                device = create(hostname=host)
+            else:
+                device = dist.ProcessGroupGloo.create_default_device()
+            new = [address for inode, address in sockets.listeners().items() if inode not in before]
+            if len(new) == 1:
+                return device, new[0]
+            # Somebody else in this process opened a listening socket in the same instant. Once more.
+    return device, None
+
+
+def wait_for_cuda(works: Sequence[Any], device: torch.device, *, seconds: float, stop: threading.Event) -> None:
+    """Block until NCCL ``works`` are over on the GPU. Raises RuntimeError when ``stop`` is set, or after ``seconds``.
+
+    An NCCL work counts as complete once it is *enqueued*, and its ``wait`` only makes the current stream wait. So an
+    event is recorded behind them, and polled: synchronizing with it could not be broken off.
+    """
+    with torch.cuda.device(device):
+        for work in works:
+            work.wait()
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        deadline, delay = time.monotonic() + seconds, 0.0002
+        while not event.query():
+            if stop.wait(delay):
+                raise RuntimeError("the group was broken up")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the broadcast was not over after {seconds:g} s")
+            delay = min(delay * 1.5, 0.005)
+    for work in works:
+        if (error := work.exception()) is not None:
+            raise RuntimeError(str(error))
+
+
+def _abort_nccl(pg: Any) -> None:
+    try:
+        pg.abort()
+    except RuntimeError:
+        logger.warning("NCCL's abort failed", exc_info=True)
+
+
+def _at_exit() -> None:
+    """Break up what is left. A thread that comes back from a collective into a dying interpreter would crash it."""
+    drops = []
+    for group in list(_live):
+        group.abort()
+        drops.append(group.drop())
+    wait(drops, timeout=EXIT_GRACE)

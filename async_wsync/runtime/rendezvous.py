@@ -1,0 +1,267 @@
+"""Forming an update group: the source listens, members say hello, then all connect.
+
+torch's own rendezvous waits in the dark: nobody learns who is missing, a member that reaches a foreign
+program at a reused port ignores its own timeout, and a wrong world size hangs. So before torch's part each
+member puts a greeting into the store, the source checks it and answers, and every step has our own bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Collection, Mapping
+from datetime import timedelta
+from typing import Any
+
+from async_wsync.errors import RendezvousError
+from async_wsync.runtime.group_member import GroupMember
+from async_wsync.runtime.group_source import UpdateGroup
+from async_wsync.runtime.process_group import ProcessGroup
+from async_wsync.runtime.store import Store, TCPStore, enter_store, first_line, open_store, rendezvous_error
+from async_wsync.runtime.threads import DaemonWorker, run_bounded, spawn
+from async_wsync.types import GroupSpec
+
+__all__ = ["Rendezvous", "join_group"]
+
+logger = logging.getLogger(__name__)
+
+#: Raised with every change of the greeting or of what follows it.
+PROTOCOL = 1
+_POLL_FIRST, _POLL_LAST = 0.002, 0.05
+
+
+class Rendezvous:
+    """The source's side. `open`, hand ``spec`` to every member, `complete`; or `aclose` to give up."""
+
+    def __init__(self, spec: GroupSpec, store: Store, worker: DaemonWorker) -> None:
+        self.spec = spec
+        self._store: Store | None = store
+        self._worker = worker
+        self._group: ProcessGroup | None = None
+
+    def __repr__(self) -> str:
+        spec = self.spec
+        state = "over" if self._store is None else "open"
+        return f"<Rendezvous {spec.name!r} {state} at {spec.master_address}:{spec.master_port}>"
+
+    @classmethod
+    async def open(
+        cls,
+        *,
+        address: str,
+        backend: str,
+        name: str,
+        epoch: int,
+        world_size: int,
+        timeout: float,
+        connect_timeout: float,
+        port: int = 0,
+    ) -> Rendezvous:
+        """Listen at ``address``, on a free port or on ``port``; where that one is taken, on a free one after all.
+
+        ``timeout`` bounds every later collective, ``connect_timeout`` the rendezvous, in seconds. Raises
+        `RendezvousError` (phase "listen").
+        """
+        if backend not in ("gloo", "nccl"):
+            raise ValueError(f"backend {backend!r} is neither 'gloo' nor 'nccl'")
+        if world_size < 2:
+            raise ValueError(f"an update group needs at least 2 ranks, got {world_size}")
+        worker = DaemonWorker(f"group {name}")
+        opened = False
+        try:
+            store = await worker.run(open_store, address, port, name, connect_timeout)
+            opened = True
+        finally:
+            if not opened:
+                worker.close()
+        spec = GroupSpec(
+            name=name,
+            backend=backend,
+            master_address=address,
+            master_port=store.port,
+            world_size=world_size,
+            epoch=epoch,
+            timeout=timeout,
+            connect_timeout=connect_timeout,
+        )
+        return cls(spec, store, worker)
+
+    async def complete(
+        self, members: Mapping[int, str], *, hello: bool | Collection[int] = True, interop: bool = False
+    ) -> UpdateGroup:
+        """Wait for every member and connect with all of them, within ``spec.connect_timeout`` seconds.
+
+        ``members``: rank to engine name, for the ranks 1 to ``world_size`` - 1. ``hello``: which of them greet (all,
+        none, or these ranks); engines that join with torch's own means do not, and are only waited for. ``interop``
+        is short for ``hello=False``.
+        Raises `RendezvousError` with ``phase`` and ``missing_ranks``; the rendezvous is over then.
+        """
+        if set(members) != set(range(1, self.spec.world_size)):
+            raise ValueError(f"members must name ranks 1 to {self.spec.world_size - 1}, got {sorted(members)}")
+        if interop or hello is False:
+            hello = ()
+        greeting = set(members) if hello is True else set(hello)
+        deadline = time.monotonic() + self.spec.connect_timeout
+        completed = False
+        try:
+            await self._hear(greeting, members, deadline)
+            group = await self._worker.run(self._connect, greeting, members, deadline)
+            completed = True
+        finally:
+            if not completed:
+                self._give_up("the source gave up")
+        self._store = None
+        return UpdateGroup(group, self._worker)
+
+    async def aclose(self) -> None:
+        """Give up: members that wait for us fail at once. Idempotent; does nothing once completed."""
+        self._give_up("the source gave up")
+
+    def _give_up(self, reason: str) -> None:
+        store, self._store = self._store, None
+        if store is None:
+            return
+        if self._group is not None:
+            self._group.abort()
+            self._group.drop()
+        # The answer is for members that are still waiting; a thread that is stuck in the store is left behind.
+        spawn(_refuse, store, self.spec, reason, name=f"close {self.spec.name}")
+        self._worker.close()
+
+    async def _hear(self, greeting: Collection[int], members: Mapping[int, str], deadline: float) -> None:
+        missing, delay = set(greeting), _POLL_FIRST
+        while missing:
+            missing -= await self._worker.run(self._heard, frozenset(missing), members)
+            if not missing:
+                return
+            if time.monotonic() > deadline:
+                raise self._missing("hello", missing, members, "said no hello")
+            await asyncio.sleep(delay)
+            delay = min(delay * 1.5, _POLL_LAST)
+
+    def _heard(self, ranks: Collection[int], members: Mapping[int, str]) -> set[int]:
+        """Those of ``ranks`` that have said hello, checked."""
+        store = self._store
+        if store is None:
+            raise self._error("closed", "the rendezvous was closed meanwhile")
+        heard = set()
+        try:
+            for rank in ranks:
+                if store.check([_key(self.spec, "hello", rank)]):
+                    self._check(rank, json.loads(store.get(_key(self.spec, "hello", rank))), members)
+                    heard.add(rank)
+        except RuntimeError as error:
+            raise self._error("hello", f"the store failed: {first_line(error)}") from error
+        return heard
+
+    def _check(self, rank: int, said: dict[str, Any], members: Mapping[int, str]) -> None:
+        expected = {"protocol": PROTOCOL, "group": self.spec.name, "world_size": self.spec.world_size}
+        wrong = [
+            f"{key} {said.get(key)!r} instead of {value!r}" for key, value in expected.items() if said.get(key) != value
+        ]
+        if wrong:
+            who = f"rank {rank} ({members[rank]}, {said.get('member')!r} at {said.get('host')}, pid {said.get('pid')})"
+            raise self._error("hello", f"{who} came with {', '.join(wrong)}")
+
+    def _connect(self, greeting: Collection[int], members: Mapping[int, str], deadline: float) -> ProcessGroup:
+        """In the worker: let the members go, and build the process group with them."""
+        store = self._store
+        if store is None:
+            raise self._error("closed", "the rendezvous was closed meanwhile")
+        announcing = [0, *sorted(greeting)]
+        eager = len(announcing) == self.spec.world_size
+        group = self._group = ProcessGroup(self.spec, 0, store)
+        try:
+            for rank in greeting:
+                store.set(_key(self.spec, "go", rank), json.dumps({"announcing": announcing, "eager": eager}))
+            _build_bounded(group, announcing, eager, deadline)
+        except (RuntimeError, TimeoutError) as error:
+            missing = group.missing or set(members) - set(greeting)
+            if isinstance(error, TimeoutError):
+                raise self._missing("connect", missing, members, "did not connect") from error
+            raise self._error("connect", first_line(error), missing) from error
+        return group
+
+    def _missing(self, phase: str, ranks: Collection[int], members: Mapping[int, str], what: str) -> RendezvousError:
+        who = ", ".join(f"rank {rank} ({members[rank]})" for rank in sorted(ranks)) or "some member"
+        return self._error(phase, f"{who} {what} within {self.spec.connect_timeout:g} s", ranks)
+
+    def _error(self, phase: str, message: str, missing: Collection[int] = ()) -> RendezvousError:
+        return rendezvous_error(self.spec.name, phase, message, missing)
+
+
+def join_group(spec: GroupSpec, rank: int, *, member: str) -> GroupMember:
+    """Join as ``rank``; ``member`` is the name by which the source's errors call us.
+
+    Blocks, at most ``spec.connect_timeout`` seconds whatever listens at the other end, so call it in a thread.
+    Raises `RendezvousError` with the ``phase`` it got to, and ValueError for a rank outside the group.
+    """
+    if not 0 < rank < spec.world_size:
+        raise ValueError(f"rank {rank} is not one of group {spec.name}'s members 1 to {spec.world_size - 1}")
+    deadline = time.monotonic() + spec.connect_timeout
+    where = f"{spec.master_address}:{spec.master_port}"
+    store = enter_store(spec, deadline)
+    try:
+        go = _greet(spec, rank, member, store, deadline)
+    except RuntimeError as error:
+        raise rendezvous_error(
+            spec.name, "hello", f"the source at {where} gave {member} no answer: {first_line(error)}"
+        ) from error
+    if "refused" in go:
+        raise rendezvous_error(spec.name, "hello", f"the source at {where} refused {member}: {go['refused']}")
+    group = ProcessGroup(spec, rank, store)
+    try:
+        _build_bounded(group, go["announcing"], go["eager"], deadline)
+    except (RuntimeError, TimeoutError) as error:
+        missing = group.missing
+        group.abort()
+        group.drop()
+        raise rendezvous_error(
+            spec.name, "connect", f"{member} could not connect with all: {first_line(error)}", missing
+        ) from error
+    return GroupMember(group)
+
+
+def _greet(spec: GroupSpec, rank: int, member: str, store: TCPStore, deadline: float) -> dict[str, Any]:
+    """Say hello and wait for the source's answer."""
+    if store.add(_key(spec, "seats", rank), 1) > 1:
+        raise rendezvous_error(spec.name, "hello", f"rank {rank} is taken; {member} came second", [])
+    hello = {
+        "protocol": PROTOCOL,
+        "group": spec.name,
+        "world_size": spec.world_size,
+        "member": member,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+    }
+    store.set(_key(spec, "hello", rank), json.dumps(hello))
+    go = _key(spec, "go", rank)
+    store.wait([go], timedelta(seconds=max(0.001, deadline - time.monotonic())))
+    answer: dict[str, Any] = json.loads(store.get(go))
+    return answer
+
+
+def _build_bounded(group: ProcessGroup, announcing: Collection[int], eager: bool, deadline: float) -> None:
+    run_bounded(
+        lambda: group.build(announcing=announcing, eager=eager),
+        seconds=deadline - time.monotonic(),
+        name=f"connect {group.spec.name}",
+        on_expiry=group.abort_building,
+    )
+
+
+def _refuse(store: Store, spec: GroupSpec, reason: str) -> None:
+    try:
+        for rank in range(1, spec.world_size):
+            if not store.check([_key(spec, "go", rank)]):
+                store.set(_key(spec, "go", rank), json.dumps({"refused": reason}))
+    except RuntimeError:
+        logger.debug("group %s: the store failed while it was being closed", spec.name, exc_info=True)
+
+
+def _key(spec: GroupSpec, what: str, rank: int) -> str:
+    return f"async_wsync/{spec.name}/{what}/{rank}"
