@@ -14,7 +14,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Mapping
 
-from async_wsync.attempt import Attempt, resume
+from async_wsync.attempt import Attempt
 from async_wsync.calls import Sent, blame
 from async_wsync.errors import EngineDied, EngineReplaced, UpdateFailed, WeightSyncError
 from async_wsync.types import EngineOutcome, EngineState, RolloutEngine
@@ -45,7 +45,7 @@ class Aftermath:
         self._write_down(silent, cause)
         await self._close_sessions()
         if not attempt.resumed:
-            for failure in await resume([e for e in attempt.engines if attempt.may_resume(e)], attempt):
+            for failure in await attempt.continue_whole():
                 self.notes.append(f"not resumed: {failure}")
         return self._error(cause, failed_in)
 
@@ -102,10 +102,8 @@ class Aftermath:
     async def _close_sessions(self) -> None:
         """End what `begin` opened wherever an engine still answers, so that a whole one can serve again."""
         attempt = self._attempt
-        open_ones = [
-            e for e in attempt.engines if attempt.begun and attempt.record(e).needs_reset and self._reachable(e)
-        ]
-        if not open_ones:
+        open_ones = [e for e in attempt.engines if attempt.record(e).needs_reset and self._reachable(e)]
+        if not attempt.begun or not open_ones:
             return
         limit = min(attempt.settings.timeouts.begin, attempt.settings.timeouts.drain)
         call = attempt.call(limit)

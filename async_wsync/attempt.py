@@ -8,93 +8,32 @@ Every step is taken by all engines before the next one starts. Where it fails, `
 from __future__ import annotations
 
 import asyncio
-import itertools
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from async_wsync.calls import EngineCalls
-from async_wsync.core.backoff import full_jitter
 from async_wsync.core.checksum import combined
 from async_wsync.core.engine_state import EngineRecord
-from async_wsync.errors import EngineBusy, EngineDied, EngineFailed, EngineReplaced
+from async_wsync.errors import EngineFailed
 from async_wsync.fleet import Fleet
 from async_wsync.links import Link, Links
-from async_wsync.report import BucketTiming
+from async_wsync.patience import flush, not_resumed, resume
 from async_wsync.sources.pump import SourcePump
+from async_wsync.story import Settings, Story, Verify
 from async_wsync.transfer import Transfer
 from async_wsync.types import (
     BucketSpec,
     Call,
     EngineState,
-    HeldLock,
     PauseMode,
     Progress,
     RolloutEngine,
-    Timeouts,
-    UpdateEvent,
     UpdateSpec,
 )
 
-__all__ = ["Attempt", "Settings", "Story", "Verify", "resume"]
-
-Verify = Literal["engines", "source"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """How a broadcaster goes about its updates; see `WeightBroadcaster` for each."""
-
-    bucket_bytes: int
-    num_buffers: int
-    timeouts: Timeouts
-    pause_mode: PauseMode
-    resume_policy: Literal["whole", "current", "never"]
-    on_engine_failure: Literal["raise", "drop"]
-    on_cancel: Literal["finish", "stop"]
-    lock_scope: Literal["update", "bucket"]
-    topology: Literal["shared", "per_engine"]
-    min_engines: int
-    max_rebuilds: int
-
-
-@dataclass(slots=True)
-class Story:
-    """What happened in one call of `update_weights`, over all its attempts: for events, stages and the report."""
-
-    version: int
-    emit: Callable[[UpdateEvent], None]
-    started_at: float = field(default_factory=time.monotonic)
-    phases: dict[str, float] = field(default_factory=dict)
-    phase: str = ""
-    held: HeldLock | None = None
-    notes: list[str] = field(default_factory=list)
-    timings: list[BucketTiming] = field(default_factory=list)
-    dropped: list[str] = field(default_factory=list)
-    rebuilds: int = 0
-    checksum: str | None = None
-    published: bool = False
-
-    @contextmanager
-    def during(self, phase: str) -> Iterator[None]:
-        """Time a phase, and show it as the lock holder's stage. ``phase`` stays set where it fails."""
-        before, self.phase = self.phase, phase
-        began = time.monotonic()
-        self.stage(phase)
-        try:
-            yield
-            self.phase = before
-        finally:
-            self.phases[phase] = self.phases.get(phase, 0.0) + time.monotonic() - began
-
-    def stage(self, doing: str) -> None:
-        if self.held is not None:
-            self.held.set_stage(f"update {self.version}: {doing}")
-
-    def event(self, kind: str, **facts: Any) -> None:
-        self.emit(UpdateEvent(kind=kind, version=self.version, at=time.monotonic(), **facts))
+__all__ = ["Attempt"]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -174,26 +113,9 @@ class Attempt:
             for engine in unsure:
                 self.record(engine).needs_reset = False
         with self.story.during("flush"):
-            await self._everyone("flush", self._flush, field="flush")
+            await self._everyone("flush", flush, field="flush")
         self.story.event("flushed")
         await self.begin()
-
-    async def _flush(self, engine: RolloutEngine, call: Call) -> None:
-        """Drop the cache; an engine that refuses for now is asked again until the limit, and its last answer kept."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + call.timeout
-        for tries in itertools.count(1):
-            delay = full_jitter(tries, 1.0)
-            try:
-                return await engine.flush(call)
-            except EngineBusy as busy:
-                if loop.time() + delay >= deadline:
-                    raise EngineFailed(
-                        f"{engine.name}: flush refused for {call.timeout:g} s (Timeouts.flush); its last answer: {busy}",
-                        engine=engine.name,
-                        phase="flush",
-                    ) from busy
-            await asyncio.sleep(delay)
 
     async def begin(self) -> None:
         with self.story.during("begin"):
@@ -314,9 +236,22 @@ class Attempt:
         """Let every whole engine of ours that is paused serve again; the failures, each after retries."""
         with self.story.during("resume"):
             self.resumed = True
-            failures = await resume([e for e in self.engines if self.may_resume(e)], self)
+            failures = await self.continue_whole()
         self.story.event("resumed")
         return failures
+
+    async def continue_whole(self) -> list[EngineFailed]:
+        """Tell the engines that may serve to go on, each whatever the others answer; the failures."""
+        engines = [e for e in self.engines if self.may_resume(e)]
+        limit = self.settings.timeouts.resume
+        call = self.call(limit)
+        sent = [self.calls.start(e, "resume", resume(e, call)) for e in engines]
+        if sent:
+            await asyncio.wait({s.task for s in sent}, timeout=limit)
+        for engine, one in zip(engines, sent, strict=True):
+            self.record(engine).paused = not (one.task.done() and one.failure is None)
+        self.calls.forget([s for s in sent if s.task.done() and s.failure is None])
+        return [not_resumed(one, limit) for one in sent if self.fleet.roster[one.engine].paused]
 
     def may_resume(self, engine: RolloutEngine) -> bool:
         record = self.record(engine)
@@ -324,44 +259,3 @@ class Attempt:
         if policy == "never" or not record.paused:
             return False
         return record.state is EngineState.CURRENT or (policy == "whole" and record.whole)
-
-
-async def resume(engines: Sequence[RolloutEngine], attempt: Attempt) -> list[EngineFailed]:
-    """Tell ``engines`` to go on, all of them whatever any of them answers; the failures, each after retries."""
-    limit = attempt.settings.timeouts.resume
-    call = attempt.call(limit)
-    sent = [(e, attempt.calls.start(e, "resume", _resume_one(e, call))) for e in engines]
-    if sent:
-        await asyncio.wait({s.task for _, s in sent}, timeout=limit)
-    failures: list[EngineFailed] = []
-    for engine, one in sent:
-        failure = one.failure
-        if one.task.done() and failure is None:
-            attempt.record(engine).paused = False
-            attempt.calls.forget([one])
-            continue
-        error = failure or EngineFailed(
-            f"{engine.name}: resume not answered within {limit:g} s (Timeouts.resume)",
-            engine=engine.name,
-            phase="resume",
-        )
-        assert isinstance(error, Exception)
-        failures.append(
-            error if isinstance(error, EngineFailed) else EngineFailed(str(error), engine=engine.name, phase="resume")
-        )
-    return failures
-
-
-async def _resume_one(engine: RolloutEngine, call: Call) -> None:
-    """Continuing twice does no harm, staying paused does: so try again until the limit, unless it is dead."""
-    deadline = asyncio.get_running_loop().time() + call.timeout
-    for tries in itertools.count(1):
-        delay = full_jitter(tries, 1.0)
-        try:
-            return await engine.resume(call)
-        except (EngineDied, EngineReplaced):
-            raise
-        except EngineFailed:
-            if asyncio.get_running_loop().time() + delay >= deadline:
-                raise
-        await asyncio.sleep(delay)

@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from async_wsync.attempt import Settings, Story, Verify
 from async_wsync.calls import EngineCalls, Interrupt
 from async_wsync.errors import EngineFailed, LockError
 from async_wsync.fleet import Fleet
@@ -35,6 +34,7 @@ from async_wsync.progress import SafeProgress, make_progress
 from async_wsync.report import UpdateReport
 from async_wsync.runtime.cancellation import finish
 from async_wsync.sources.pump import SourcePump
+from async_wsync.story import Settings, Story, Verify
 from async_wsync.types import (
     Call,
     EngineInfo,
@@ -358,7 +358,7 @@ def _one_of(what: str, value: Any, allowed: tuple[str, ...]) -> Any:
 
 
 def _at_least(what: str, value: int, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if type(value) is not int or value < least:
         raise ValueError(f"{what} must be an int of at least {least}, got {value!r}")
 
 

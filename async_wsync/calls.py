@@ -163,7 +163,7 @@ def blame(first: BaseException, calls: EngineCalls, silent: Mapping[str, Sent]) 
     at_fault = {s.engine for s in own if not isinstance(s.failure, StaleFence)} | set(silent)
     if isinstance(first, EngineTimeout):
         waiting = set(first.waiting_for) or set(silent)
-        culprits = at_fault & waiting or (waiting if not at_fault else at_fault)
+        culprits = at_fault & waiting or at_fault or waiting
         return _renamed(first, culprits), culprits
     if not _is_collateral(first):
         return first, at_fault

@@ -17,7 +17,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 from async_wsync.aftermath import Aftermath, table
-from async_wsync.attempt import Attempt, Settings, Story, Verify
+from async_wsync.attempt import Attempt
 from async_wsync.calls import EngineCalls, Interrupt
 from async_wsync.errors import Cancelled, EngineFailed, EngineRejected, PhaseTimeout, UpdateFailed
 from async_wsync.fleet import Fleet
@@ -26,6 +26,7 @@ from async_wsync.links import Links
 from async_wsync.report import UpdateReport
 from async_wsync.runtime.cancellation import finish
 from async_wsync.sources.pump import SourcePump
+from async_wsync.story import Settings, Story, Verify
 from async_wsync.types import (
     EngineInfo,
     EngineState,
