@@ -1,0 +1,431 @@
+"""One vLLM worker's end of a weight update: groups, buckets, state. Knows nothing of vLLM but the `Loader`.
+
+vLLM runs every control call on the one thread that also runs the model, for all ranks together. A call that waits
+for a broadcast would stop the whole engine, its health and its abort included, until the broadcast comes.
+So nothing here waits: a receive is started in the group's thread, and `handle` is asked again until it is over. What
+has landed is put into the model by whichever request comes next, on vLLM's own thread, as loading must be.
+
+Failures are answers, never exceptions: with several workers vLLM leaves the answers of the others in its queue when one
+raises, and takes them for the answers to its next calls.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from async_wsync.core.buckets import Landing, lay_out, torch_dtype
+from async_wsync.engines import vllm_wire as wire
+from async_wsync.engines.ledger import Part, Session, WeightLedger
+from async_wsync.engines.seat import GroupSeat
+from async_wsync.errors import EngineFailed, StaleFence
+from async_wsync.types import BucketSpec, Call, EngineState, Manifest, UpdateSpec, WireFormat
+
+__all__ = ["Loader", "VLLMReceiver"]
+
+logger = logging.getLogger("async_wsync.vllm")
+
+_OUTCOMES_KEPT = 256
+_MAX_SEATS = 16  # trainers that died leave theirs behind
+_LONG = frozenset({"join", "receive", "leave", "abort"})
+
+
+class Loader(Protocol):
+    """How tensors get into the model of this rank; called on vLLM's thread only."""
+
+    device: torch.device
+
+    def inspect(self, manifest: Manifest, *, strict: bool) -> wire.Findings:
+        """Would the model take these tensors? Changes nothing."""
+        ...
+
+    def open(self) -> None: ...
+    def load(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None: ...
+    def close(self, *, keep: bool) -> None:
+        """End what `open` began. ``keep``: all has been loaded; otherwise drop what is half loaded."""
+        ...
+
+
+class VLLMReceiver:
+    """``rank``: this worker's among all ranks of its engine, data parallel replicas included."""
+
+    def __init__(self, loader: Loader, *, rank: int, num_ranks: int, name: str = "vllm") -> None:
+        self.incarnation = uuid.uuid4().hex
+        self._loader = loader
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._name = name
+        self._changed = threading.Condition()
+        self._ledger = WeightLedger()
+        self._seats: dict[str, GroupSeat] = {}
+        self._fence = 0
+        self._landed: deque[tuple[str, Session, Part, BucketSpec, dict[str, torch.Tensor]]] = deque()
+        self._outcomes: OrderedDict[str, dict[str, Any] | None] = OrderedDict()
+        self._checked: tuple[str, wire.Findings] | None = None
+        self._open = False  # between vLLM's own start and finish
+        self._closing: Session | None = None
+        self._close_failure: dict[str, Any] | None = None
+        self.load_seconds = 0.0
+        self._verbs: dict[str, Callable[[Call, Mapping[str, Any]], Any]] = {
+            "hello": self._hello,
+            "join": self._join,
+            "leave": self._leave,
+            "abort": self._abort,
+            "check": self._check,
+            "begin": self._begin,
+            "receive": self._receive,
+            "end": self._end,
+            "status": self._status,
+            "publish": self._publish,
+            "reset": self._reset,
+        }
+
+    # ------------------------------------------------------------------------ requests and replies
+
+    def handle(self, text: str) -> dict[str, Any]:
+        """Answer a request; on vLLM's thread. Raises nothing for what the world does."""
+        request = json.loads(text)
+        ticket = request.get("id")
+        if request["verb"] == "poll":
+            return self._poll(request["ticket"], float(request.get("wait", 0.0)))
+        if ticket in self._outcomes:
+            return self._poll(ticket, 0.0)  # it came twice, and is not done twice
+        try:
+            call = wire.decode_call(request)
+            self._admit(request["verb"], call, request)
+            value = self._verbs[request["verb"]](call, request)
+        except Exception as error:
+            reply: dict[str, Any] = {"failure": wire.failure_of(error)}
+        else:
+            if isinstance(value, Future):
+                return self._follow(ticket or "", value)
+            reply = {"value": value}
+        if request["verb"] in _LONG and ticket:
+            self._settle(ticket, reply)
+        return self._reply(**reply)
+
+    def _reply(self, **fields: Any) -> dict[str, Any]:
+        with self._changed:
+            state = self._ledger.state.value
+        return wire.Reply(state=state, incarnation=self.incarnation, **fields).to_dict()
+
+    def _follow(self, ticket: str, future: Future[Any]) -> dict[str, Any]:
+        with self._changed:
+            self._outcomes.setdefault(ticket, None)
+
+        def over(done: Future[Any]) -> None:
+            error = done.exception()
+            if error is not None:
+                self._settle(ticket, {"failure": wire.failure_of(error)})
+            elif done.result() is not _LOADS_LATER:
+                self._settle(ticket, {"value": None})
+
+        future.add_done_callback(over)
+        return self._poll(ticket, 0.0)
+
+    def _settle(self, ticket: str, outcome: dict[str, Any]) -> None:
+        with self._changed:
+            self._outcomes[ticket] = outcome
+            self._outcomes.move_to_end(ticket)
+            while len(self._outcomes) > _OUTCOMES_KEPT:
+                self._outcomes.popitem(last=False)
+            self._changed.notify_all()
+
+    def _poll(self, ticket: str, wait: float) -> dict[str, Any]:
+        """What became of a request; puts what has landed into the model meanwhile. Waits at most ``wait`` seconds."""
+        until = time.monotonic() + wait
+        while True:
+            self._load_landed()
+            with self._changed:
+                if ticket not in self._outcomes:
+                    failure = wire.failure_of(EngineFailed(f"request {ticket} is not known here"))
+                    break
+                if (outcome := self._outcomes[ticket]) is not None:
+                    return self._reply(**outcome)
+                left = until - time.monotonic()
+                if left <= 0:
+                    return self._reply(done=False)
+                if not self._landed:
+                    self._changed.wait(left)
+        return self._reply(failure=failure)
+
+    def _admit(self, verb: str, call: Call, request: Mapping[str, Any]) -> None:
+        if verb in ("hello", "status"):
+            return
+        with self._changed:
+            seat = self._seats.get(request["group"]) if verb in ("leave", "abort") else None
+            if seat is not None and seat.source == call.source:
+                return  # whoever lost the lock may still stop what it started, and clean up
+            if call.fence < self._fence:
+                raise StaleFence(
+                    f"fence {call.fence} of {call.source!r} is stale, {self._fence} was seen: the caller lost the lock",
+                    fence=call.fence,
+                    seen=self._fence,
+                )
+            stale = [s for s in self._seats.values() if s.fence < call.fence and s.busy]
+            self._fence = call.fence
+        for old in stale:
+            old.abort()
+
+    # ------------------------------------------------------------------------ what this worker is
+
+    def _hello(self, call: Call, request: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "rank": self._rank,
+            "num_ranks": self._num_ranks,
+            "version": self._ledger.version,
+            "device": str(self._loader.device),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+        }
+
+    def _status(self, call: Call, request: Mapping[str, Any]) -> dict[str, Any]:
+        session = self._ledger.session
+        return {
+            "open": self._open,
+            "ended": session is not None and session.ended and session.update_id == request.get("update_id"),
+            "failure": self._close_failure,
+            "load_seconds": self.load_seconds,
+        }
+
+    def _check(self, call: Call, request: Mapping[str, Any]) -> dict[str, Any]:
+        update = wire.decode_update(request["update"])
+        sent = [meta for bucket in update.buckets for meta in bucket.params]
+        if sent != list(update.manifest.params):
+            raise EngineFailed("the buckets do not hold the manifest's tensors in the manifest's order")
+        if self._open:
+            raise EngineFailed("an update is open here; reset comes first")
+        return asdict(self._inspected(update))
+
+    def _inspected(self, update: UpdateSpec) -> wire.Findings:
+        key = f"{update.manifest.fingerprint()} {update.strict}"
+        if self._checked is None or self._checked[0] != key:
+            self._checked = (key, self._loader.inspect(update.manifest, strict=update.strict))
+        return self._checked[1]
+
+    # ------------------------------------------------------------------------ groups
+
+    def _join(self, call: Call, request: Mapping[str, Any]) -> Future[Any]:
+        spec = wire.decode_group(request["group"])
+        rank = request["rank_offset"] + self._rank
+        if not 1 <= rank < spec.world_size:
+            raise EngineFailed(f"rank {rank} of worker {self._rank} is not in a group of {spec.world_size}")
+        if spec.name in self._seats:
+            raise EngineFailed(f"group {spec.name} was joined already")
+        mine = [s for s in self._seats.values() if s.source == call.source]
+        idle = [s for s in self._seats.values() if s not in mine and not s.busy]
+        # A source that joins us to a new group has done with its earlier ones.
+        for old in [*mine, *idle[: max(0, len(self._seats) - _MAX_SEATS)]]:
+            self._dismiss(old)
+        member = f"{self._name} rank {self._rank}"
+        seat = GroupSeat(spec, rank, source=call.source, fence=call.fence, member=member)
+        with self._changed:
+            self._seats[spec.name] = seat
+        return seat.join()
+
+    def _dismiss(self, seat: GroupSeat) -> Future[None]:
+        with self._changed:
+            self._seats.pop(seat.spec.name, None)
+        if seat.busy:
+            seat.abort()
+        return seat.close()
+
+    def _leave(self, call: Call, request: Mapping[str, Any]) -> Future[None] | None:
+        seat = self._seats.get(request["group"])
+        return None if seat is None else self._dismiss(seat)
+
+    def _abort(self, call: Call, request: Mapping[str, Any]) -> Future[None] | None:
+        seat = self._seats.get(request["group"])
+        if seat is None:
+            return None
+        seat.abort()
+        return seat.quiet()
+
+    # ------------------------------------------------------------------------ one update
+
+    def _begin(self, call: Call, request: Mapping[str, Any]) -> dict[str, bool]:
+        """Open the update. Answers which of vLLM's own calls must follow."""
+        update = wire.decode_update(request["update"])
+        key = f"{update.manifest.fingerprint()} {update.strict}"
+        if self._checked is None or self._checked[0] != key or self._checked[1].bad:
+            raise EngineFailed("this manifest was not checked, or did not fit")
+        with self._changed:
+            adds_part = self._ledger.accepts_part(update.update_id, call.source)
+        if not adds_part:
+            self._break_off()
+        seat = self._seats.get(update.group)
+        if update.buckets and (seat is None or seat.aborted):
+            raise EngineFailed(f"group {update.group} is {'not joined' if seat is None else 'broken'}")
+        with self._changed:
+            part = self._ledger.begin(update, call.source, {})
+        if seat is not None:
+            seat.fence = call.fence
+            seat.expect(list(part.buckets))
+        self._closing = self._close_failure = None
+        self.load_seconds = 0.0
+        return {"finish": self._open and not adds_part, "start": not (self._open and adds_part)}
+
+    def started(self) -> None:
+        """vLLM's start_weight_update. Never raises: `_status` tells."""
+        began = time.monotonic()
+        self._open = True
+        try:
+            self._loader.open()
+        except Exception as error:
+            logger.exception("vLLM could not start the update")
+            self._close_failure = wire.failure_of(error)
+            with self._changed:
+                self._ledger.break_off()
+        self.load_seconds += time.monotonic() - began
+
+    def finished(self) -> None:
+        """vLLM's finish_weight_update. Never raises, for vLLM would then think the update open for ever."""
+        session, self._closing, self._open = self._closing, None, False
+        began = time.monotonic()
+        keep = session is not None and session is self._ledger.session
+        try:
+            self._loader.close(keep=keep)
+            if keep:
+                assert session is not None
+                with self._changed:
+                    self._ledger.end(session)
+        except Exception as error:
+            logger.exception("vLLM could not finish the update")
+            self._close_failure = wire.failure_of(error)
+            with self._changed:
+                self._ledger.break_off()
+        self.load_seconds += time.monotonic() - began
+
+    def _receive(self, call: Call, request: Mapping[str, Any]) -> Future[Any]:
+        if not self._open:
+            raise EngineFailed("vLLM's start_weight_update has not been called")
+        with self._changed:
+            session, part = self._ledger.part(request["update_id"], call.source)
+            seat = self._seats.get(part.update.group)
+        index = request["index"]
+        if seat is None or index not in part.buckets:
+            raise EngineFailed(f"no bucket {index}, or group {part.update.group} was left")
+        job = partial(self._land, request["id"], seat, session, part, part.buckets[index], call.timeout)
+        received: Future[Any] = Future()
+
+        def over(done: Future[None]) -> None:
+            error = done.exception()
+            if error is None:
+                received.set_result(_LOADS_LATER)
+            else:
+                received.set_exception(error)
+
+        seat.receive(index, job).add_done_callback(over)
+        return received
+
+    def _land(
+        self, ticket: str, seat: GroupSeat, session: Session, part: Part, bucket: BucketSpec, timeout: float
+    ) -> None:
+        """In the group's thread: receive one bucket into fresh memory, and leave it for vLLM's thread."""
+        try:
+            device = torch.device("cpu") if seat.spec.backend == "gloo" else self._loader.device
+            targets = {m.name: torch.empty(m.shape, dtype=torch_dtype(m.dtype), device=device) for m in bucket.params}
+            landing = Landing(lay_out(bucket, WireFormat.PACKED), targets, device=device)
+            seat.broadcast(landing.buffers, timeout)
+            landing.apply()
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+        except Exception:
+            self._fail(session, seat)
+            raise
+        with self._changed:
+            self._landed.append((ticket, session, part, bucket, targets))
+            self._changed.notify_all()
+
+    def _fail(self, session: Session, seat: GroupSeat | None) -> None:
+        if seat is not None:
+            seat.abort()  # its members no longer agree on what comes next
+        with self._changed:
+            self._ledger.break_off(session)
+            self._changed.notify_all()
+
+    def _load_landed(self) -> None:
+        while True:
+            with self._changed:
+                if not self._landed:
+                    return
+                ticket, session, part, bucket, targets = self._landed.popleft()
+            try:
+                self._load(session, part, bucket, targets)
+            except Exception as error:
+                self._fail(session, self._seats.get(part.update.group))
+                self._settle(ticket, {"failure": wire.failure_of(error)})
+            else:
+                self._settle(ticket, {"value": None})
+
+    def _load(self, session: Session, part: Part, bucket: BucketSpec, targets: dict[str, torch.Tensor]) -> None:
+        named = list(targets.items())
+        named += [(alias, targets[name]) for alias, name in part.update.manifest.aliases if name in targets]
+        with self._changed:
+            self._ledger.check_open(session)
+            if not self._open:
+                raise EngineFailed("vLLM's finish_weight_update came before all buckets were loaded")
+            self._ledger.suspect(name for name, _ in named)
+        began = time.monotonic()
+        self._loader.load(named)
+        self.load_seconds += time.monotonic() - began
+        with self._changed:
+            self._ledger.check_open(session)
+            part.landed.add(bucket.index)
+
+    def _end(self, call: Call, request: Mapping[str, Any]) -> None:
+        self._load_landed()
+        with self._changed:
+            self._closing = self._ledger.check_complete(request["update_id"])
+
+    def _publish(self, call: Call, request: Mapping[str, Any]) -> None:
+        with self._changed:
+            self._ledger.publish(request["version"], call.fence)
+
+    def _reset(self, call: Call, request: Mapping[str, Any]) -> dict[str, bool]:
+        self._break_off()
+        for seat in [s for s in self._seats.values() if s.busy]:
+            seat.abort()
+        self._closing = None
+        return {"finish": self._open}
+
+    def _break_off(self) -> None:
+        with self._changed:
+            session = self._ledger.session
+            self._ledger.break_off()
+            groups = set() if session is None else {part.update.group for part in session.parts.values()}
+            seats = [seat for name, seat in self._seats.items() if name in groups]
+        for seat in seats:
+            if seat.busy:
+                seat.abort()
+
+    @property
+    def state(self) -> EngineState:
+        return self._ledger.state
+
+    def close(self) -> None:
+        """Leave all groups; the worker goes."""
+        for seat in list(self._seats.values()):
+            seat.abort()
+            seat.close()
+        self._seats.clear()
+
+
+class _LoadsLater:
+    """A receive that has landed and is yet to be loaded; its ticket is settled then."""
+
+
+_LOADS_LATER = _LoadsLater()
