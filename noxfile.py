@@ -11,7 +11,6 @@ nox.options.sessions = ["tests", "lint", "types"]
 
 PINNED = ("-q", "-c", "constraints.txt")
 SOURCES = ("async_wsync", "tests", "examples", "benchmarks", "noxfile.py")
-SHARED = ".nox/shared"  # torch and ray are large: sessions with the same pins share one environment
 
 
 def _install(session: nox.Session, *groups: str) -> None:
@@ -24,28 +23,28 @@ def _pytest(session: nox.Session, *args: str) -> None:
     session.run("python", "-X", "dev", "-m", "pytest", *args, *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
-@nox.session(venv_location=SHARED)
+@nox.session
 def demo(session: nox.Session) -> None:
     """A model trains while Ray engines generate and take each new version. Options go after `--`."""
     _install(session)
     session.run("async-wsync", "demo", *session.posargs)
 
 
-@nox.session(venv_location=SHARED)
+@nox.session
 def tests(session: nox.Session) -> None:
     """The tests, without the long sweeps."""
     _install(session, "test")
     _pytest(session)
 
 
-@nox.session(venv_location=SHARED)
+@nox.session
 def chaos(session: nox.Session) -> None:
     """The long fault sweeps."""
     _install(session, "test")
     _pytest(session, "-m", "chaos", "--timeout=1800")
 
 
-@nox.session(venv_location=SHARED)
+@nox.session
 def sim(session: nox.Session) -> None:
     """Long simulations of the lock."""
     _install(session, "test")
@@ -60,14 +59,14 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "format", "--check", *SOURCES)
 
 
-@nox.session(venv_location=SHARED)
+@nox.session
 def types(session: nox.Session) -> None:
     """Types, strict."""
     _install(session, "types")
     session.run("mypy")
 
 
-@nox.session(venv_location=SHARED)
+@nox.session
 def bench(session: nox.Session) -> None:
     """Throughput against a raw broadcast and the per-tensor way."""
     _install(session)

@@ -1,0 +1,42 @@
+"""Each example runs as is, in a process and a Ray cluster of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SHOWS = {
+    "minimal": [
+        r"version 2: .* in 4 tensors",
+        r"(?s)version 2, equal to the trainer's: True.*version 2, equal .*: True",
+    ],
+    "two_sources": [r"version 2: .* in 8 tensors", r"(?s)version 2, equal to both stages': True.*equal .*: True"],
+    "own_engine": [r"my-engine: current, version 2", r"tokens by weight version: \{1: \d+, 2: \d+\}"],
+}
+
+
+def run(path: Path, *arguments: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    environment.pop("RAY_ADDRESS", None)
+    done = subprocess.run(
+        [sys.executable, str(path), *arguments], capture_output=True, text=True, timeout=100, env=environment
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_every_example_is_tested() -> None:
+    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == SHOWS.keys()
+
+
+@pytest.mark.parametrize("name", SHOWS)
+def test_the_example_runs_as_is(name: str) -> None:
+    shown = run(ROOT / "examples" / f"{name}.py")
+    for pattern in SHOWS[name]:
+        assert re.search(pattern, shown), shown
