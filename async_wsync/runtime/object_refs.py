@@ -14,7 +14,7 @@ from typing import Any
 from async_wsync.errors import WeightSyncError
 from async_wsync.runtime.threads import wait_done
 
-__all__ = ["RemoteDied", "RemoteRaised", "await_ref", "node_address"]
+__all__ = ["RemoteDied", "RemoteRaised", "await_ref", "node_address", "remote_error"]
 
 
 class RemoteDied(WeightSyncError):
@@ -51,6 +51,11 @@ async def await_ref(ref: Any, *, what: str = "") -> Any:
     raise _translate(error, what or "the remote call")
 
 
+def remote_error(error: BaseException, *, what: str = "") -> WeightSyncError:
+    """The neutral form of what a reference's own future failed with, for code that runs in threads."""
+    return _translate(error, what or "the remote call")
+
+
 def _translate(error: BaseException, what: str) -> WeightSyncError:
     import ray.exceptions as rex
 
@@ -82,7 +87,8 @@ def _translate(error: BaseException, what: str) -> WeightSyncError:
 def _raised(error: Any, what: str) -> RemoteRaised:
     import ray.exceptions as rex
 
-    text = str(error.traceback_str)
+    # Ray's dual exceptions (also a KeyError, say) hand on what they lack to the cause, which lacks it too.
+    text = str(vars(error).get("traceback_str") or error)
     cause: BaseException = error
     while isinstance(cause, rex.RayTaskError) and isinstance(getattr(cause, "cause", None), BaseException):
         cause = cause.cause

@@ -54,8 +54,7 @@ class MilesEngine:
     """An engine with SGLang's method. ``plan`` says what the next call does besides its work."""
 
     def __init__(self) -> None:
-        self._member: GroupMember | None = None
-        self._world = False
+        self._members: dict[str, GroupMember] = {}
         self.weights: dict[str, torch.Tensor] = {}
         self.calls: list[dict[str, Any]] = []
         self.finished: list[float] = []
@@ -67,10 +66,17 @@ class MilesEngine:
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
         )
-        self._world = True
 
     def join(self, spec: GroupSpec, rank: int, member: str) -> None:
-        self._member = join_group(spec, rank, member=member)
+        """A group of ours, used for the buckets that name it."""
+        self._members[spec.name] = join_group(spec, rank, member=member)
+
+    def leave(self, name: str) -> None:
+        self._members.pop(name).close()
+
+    def forget(self) -> None:
+        """As new, but for the groups."""
+        self.weights, self.calls, self.finished, self.plan = {}, [], [], {}
 
     def set_plan(self, **plan: Any) -> None:
         self.plan = plan
@@ -99,7 +105,7 @@ class MilesEngine:
             if "raise_at_entry" in plan:
                 raise plan["raise_at_entry"]
             if not plan.get("skip_receive"):
-                self._receive(names, dtypes, shapes)
+                self._receive(names, dtypes, shapes, self._members.get(group_name))
             time.sleep(plan.get("seconds", 0.0))
             if "raise_at_exit" in plan:
                 raise plan["raise_at_exit"]
@@ -107,10 +113,12 @@ class MilesEngine:
         finally:
             self.finished.append(time.time())
 
-    def _receive(self, names: list[str], dtypes: list[torch.dtype], shapes: list[torch.Size]) -> None:
+    def _receive(
+        self, names: list[str], dtypes: list[torch.dtype], shapes: list[torch.Size], member: GroupMember | None
+    ) -> None:
         buffers = [torch.empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
-        if self._member is not None:
-            self._member.broadcast(buffers, timeout=30.0)
+        if member is not None:
+            member.broadcast(buffers, timeout=30.0)
         else:
             for work in [dist.broadcast(buffer, 0, async_op=True) for buffer in buffers]:
                 work.wait()
@@ -118,12 +126,6 @@ class MilesEngine:
 
     def seen(self) -> dict[str, Any]:
         return {"calls": self.calls, "finished": self.finished, "weights": self.weights}
-
-    def leave(self) -> None:
-        if self._member is not None:
-            self._member.close()
-        if self._world:
-            dist.destroy_process_group()
 
 
 class Bar:

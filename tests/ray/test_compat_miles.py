@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -24,59 +25,62 @@ from tests.ray.miles_actors import Bar, BoolLock, BrokenBar, MilesEngine, ray_va
 GROUP_TIMEOUT = 20.0
 
 
-@pytest.fixture
-async def engines(ray_cluster: RayCluster) -> AsyncIterator[list[Any]]:
+@pytest.fixture(scope="module")
+def actors(ray_cluster: RayCluster) -> Iterator[list[Any]]:
+    """Two engines for the whole module: starting one takes seconds."""
     handles = [MilesEngine.remote() for _ in range(2)]
     yield handles
     for handle in handles:
         ray.kill(handle)
 
 
+@pytest.fixture(scope="module")
+def world(actors: list[Any]) -> Iterator[dist.ProcessGroup]:
+    """A plain torch group over this process (rank 0) and both engines. Tests that put it out of step use `connect`."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    refs = [e.join_world.remote("127.0.0.1", store.port, i + 1, 3, GROUP_TIMEOUT) for i, e in enumerate(actors)]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=3, timeout=timedelta(seconds=GROUP_TIMEOUT))
+    ray.get(refs)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+async def engines(actors: list[Any]) -> list[Any]:
+    for engine in actors:
+        await ray_value(engine.forget.remote())
+    return actors
+
+
 @pytest.fixture
 async def lock(ray_cluster: RayCluster) -> AsyncIterator[Any]:
     handle = BoolLock.remote()
+    await ray_value(handle.locked.remote())  # started: a first call waits for the process
     yield handle
     ray.kill(handle)
 
 
-@pytest.fixture
-async def world(engines: list[Any]) -> AsyncIterator[dist.ProcessGroup]:
-    """A plain torch group over this process (rank 0) and both engines."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    refs = [e.join_world.remote("127.0.0.1", store.port, i + 1, 3, GROUP_TIMEOUT) for i, e in enumerate(engines)]
-
-    def connect() -> None:
-        dist.init_process_group("gloo", store=store, rank=0, world_size=3, timeout=timedelta(seconds=GROUP_TIMEOUT))
-
-    await anyio.to_thread.run_sync(connect)
-    for ref in refs:
-        await ray_value(ref)
-    assert dist.group.WORLD is not None
-    yield dist.group.WORLD
-    await anyio.to_thread.run_sync(dist.destroy_process_group)
-
-
-Connect = Callable[[], Awaitable[UpdateGroup]]
+Connect = Callable[..., Awaitable[UpdateGroup]]
 
 
 @pytest.fixture
-async def connect(engines: list[Any]) -> AsyncIterator[Connect]:
-    """Builds update groups of ours over this process and both engines."""
+async def connect(ray_cluster: RayCluster) -> AsyncIterator[Connect]:
+    """Builds update groups of ours over this process and some engines."""
     groups: list[UpdateGroup] = []
 
-    async def build() -> UpdateGroup:
-        epoch = len(groups) + 1
+    async def build(engines: list[Any]) -> UpdateGroup:
         rendezvous = await Rendezvous.open(
             address="127.0.0.1",
             backend="gloo",
-            name=f"miles-{epoch}-{id(engines)}",
-            epoch=epoch,
-            world_size=3,
+            name=f"miles-{uuid.uuid4().hex[:8]}",
+            epoch=1,
+            world_size=1 + len(engines),
             timeout=GROUP_TIMEOUT,
             connect_timeout=30.0,
         )
         refs = [e.join.remote(rendezvous.spec, i + 1, f"engine-{i}") for i, e in enumerate(engines)]
-        groups.append(await rendezvous.complete({1: "engine-0", 2: "engine-1"}))
+        groups.append(await rendezvous.complete({i + 1: f"engine-{i}" for i in range(len(engines))}))
         for ref in refs:
             await ray_value(ref)
         return groups[-1]
@@ -96,6 +100,10 @@ def some_tensors() -> list[tuple[str, torch.Tensor]]:
 
 async def events(lock: Any) -> list[str]:
     return [what for what, _ in await ray_value(lock.log.remote()) if what != "refused"]
+
+
+async def num_calls(engines: list[Any]) -> list[int]:
+    return [len((await ray_value(e.seen.remote()))["calls"]) for e in engines]
 
 
 async def released_after_all_engines_finished(lock: Any, engines: list[Any]) -> bool:
@@ -132,7 +140,8 @@ async def test_success_forwards_all_arguments_delivers_and_clears(
 
 async def test_success_over_a_group_of_ours(engines: list[Any], lock: Any, connect: Connect) -> None:
     tensors = some_tensors()
-    await update_bucket("ours", await connect(), "8", engines, tensors, selector="all", lock=lock, pbar=None)
+    group = await connect(engines)
+    await update_bucket(group.spec.name, group, "8", engines, tensors, selector="all", lock=lock, pbar=None)
     assert tensors == []
     assert await events(lock) == ["granted", "released"]
     for engine in engines:
@@ -150,7 +159,7 @@ async def test_a_contended_lock_is_polled_while_the_loop_stays_free(
         await asyncio.sleep(0.01)
         beats += 1
     assert not update.done()
-    assert all((await ray_value(e.seen.remote()))["calls"] == [] for e in engines)
+    assert await num_calls(engines) == [0, 0]
     await ray_value(lock.release.remote())
     await update
 
@@ -199,7 +208,7 @@ async def test_a_source_that_raises_before_any_call_touches_nothing(
         await update_bucket("g", world, 1, engines, tensors, selector="all", lock=lock, pbar=None)
     assert len(tensors) == 2
     assert await events(lock) == []
-    assert all((await ray_value(e.seen.remote()))["calls"] == [] for e in engines)
+    assert await num_calls(engines) == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -242,10 +251,10 @@ async def test_an_engine_that_fails_at_entry_frees_the_other_at_once_and_a_new_g
 ) -> None:
     await ray_value(engines[0].set_plan.remote(raise_at_entry=KeyError("model.norm")))
     tensors = [("big", torch.ones(4_000_000))]
-    group, started = await connect(), time.monotonic()
+    group, started = await connect(engines), time.monotonic()
 
     with pytest.raises(EngineFailed, match=r"KeyError.*model\.norm") as caught:
-        await update_bucket("g", group, 1, engines, tensors, selector="all", lock=lock, pbar=None)
+        await update_bucket(group.spec.name, group, 1, engines, tensors, selector="all", lock=lock, pbar=None)
 
     assert time.monotonic() - started < GROUP_TIMEOUT / 2, "nobody waited for the group's timeout"
     assert caught.value.engine.startswith("rollout_engines[0]")
@@ -253,16 +262,20 @@ async def test_an_engine_that_fails_at_entry_frees_the_other_at_once_and_a_new_g
     assert len(tensors) == 1
     assert await released_after_all_engines_finished(lock, engines)
 
-    await update_bucket("g", await connect(), 2, engines, tensors, selector="all", lock=lock, pbar=None)
+    group = await connect(engines)
+    await update_bucket(group.spec.name, group, 2, engines, tensors, selector="all", lock=lock, pbar=None)
     assert tensors == []
     assert await events(lock) == ["granted", "released"] * 2
 
 
 async def test_a_killed_engine_is_named(engines: list[Any], lock: Any, connect: Connect) -> None:
+    engines = [engines[0], MilesEngine.remote()]
     await ray_value(engines[1].set_plan.remote(skip_receive=True, seconds=30.0))
     tensors = [("big", torch.ones(4_000_000))]
-    group = await connect()
-    update = asyncio.create_task(update_bucket("g", group, 1, engines, tensors, selector="all", lock=lock, pbar=None))
+    group = await connect(engines)
+    update = asyncio.create_task(
+        update_bucket(group.spec.name, group, 1, engines, tensors, selector="all", lock=lock, pbar=None)
+    )
     await asyncio.sleep(0.5)
     assert not update.done()
     ray.kill(engines[1])
@@ -280,11 +293,19 @@ async def test_an_engine_that_answers_before_it_received_is_not_believed(
 ) -> None:
     await ray_value(engines[0].set_plan.remote(skip_receive=True))
     tensors, bar = [("big", torch.ones(4_000_000))], Bar()
-    group = await connect()
+    group = await connect(engines)
 
     with pytest.raises(EngineFailed):
         await update_bucket(
-            "g", group, 1, engines, tensors, selector="all", lock=lock, pbar=bar, timeouts=Timeouts(bucket=6.0)
+            group.spec.name,
+            group,
+            1,
+            engines,
+            tensors,
+            selector="all",
+            lock=lock,
+            pbar=bar,
+            timeouts=Timeouts(bucket=6.0),
         )
 
     assert len(tensors) == 1
@@ -295,12 +316,12 @@ async def test_an_engine_that_answers_before_it_received_is_not_believed(
 async def test_an_engine_that_never_answers_is_named_at_the_limit(
     engines: list[Any], lock: Any, connect: Connect
 ) -> None:
-    await ray_value(engines[1].set_plan.remote(seconds=4.0))
-    tensors = some_tensors()
+    await ray_value(engines[1].set_plan.remote(seconds=3.0))
+    tensors, group = some_tensors(), await connect(engines)
     with pytest.raises(EngineTimeout, match=r"rollout_engines\[1\]") as caught:
         await update_bucket(
-            "g",
-            await connect(),
+            group.spec.name,
+            group,
             1,
             engines,
             tensors,
@@ -404,7 +425,7 @@ async def test_cancelled_while_the_lock_takes_its_time_gives_it_back(
     await lock_is_free(slow)
     assert await events(slow) == ["granted", "released"]
     assert len(tensors) == 3
-    assert all((await ray_value(e.seen.remote()))["calls"] == [] for e in engines)
+    assert await num_calls(engines) == [0, 0]
     ray.kill(slow)
 
 
@@ -427,7 +448,7 @@ async def test_a_broken_bar_fails_nothing_and_an_empty_bucket_calls_nobody(
     assert tensors == []
     await update_bucket("g", world, 1, engines, tensors, selector="all", lock=lock, pbar=BrokenBar())
     assert await events(lock) == ["granted", "released"]
-    assert all(len((await ray_value(e.seen.remote()))["calls"]) == 1 for e in engines)
+    assert await num_calls(engines) == [1, 1]
 
 
 async def test_no_lock_is_fine_for_a_lone_source(engines: list[Any], world: dist.ProcessGroup) -> None:
