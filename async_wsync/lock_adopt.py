@@ -1,0 +1,86 @@
+"""Our lock behind a framework's two methods, so that its callers need no change.
+
+slime, miles and ROLL make a small Ray actor with ``acquire() -> bool`` and ``release()`` and poll it. `adopt` makes
+an actor with the same two methods that is also a full lock server: old callers and `BroadcastLock.connect(name=...)`
+exclude each other, `status` shows both, and a lock that an old caller left held can be revoked.
+
+What the old callers bring with them stays: they have no names, so that all of them wait in one place of the queue and
+`release` trusts its caller; and nobody notices their deaths, so that their lease ends only by ``anonymous_ttl``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from typing import Any
+
+from async_wsync.core.lock_state import Granted, Released, Waiting, Who, Withdrawn
+from async_wsync.lock_server import LockServer
+
+__all__ = ["AdoptedLockServer", "adopt"]
+
+
+class AdoptedLockServer(LockServer):
+    """``anonymous_ttl``: seconds after which a lock held by an old caller is taken back; None for never, as before."""
+
+    def __init__(self, name: str, *, anonymous_ttl: float | None = None, **options: Any) -> None:
+        super().__init__(name, **options)
+        self._anonymous_ttl = math.inf if anonymous_ttl is None else anonymous_ttl
+        self._tickets = (f"anonymous-{n}" for n in itertools.count(time.time_ns()))
+        self._ticket = next(self._tickets)
+        self._granted: str | None = None
+
+    def acquire(  # type: ignore[override]
+        self, claim: str | None = None, who: Who | None = None, ttl: float | None = None, fence_seen: int = 0
+    ) -> bool | tuple[Granted | Waiting | Withdrawn, bool]:
+        """Without arguments: the old callers' poll, True if granted. Otherwise as `LockServer.acquire`."""
+        if claim is not None and who is not None:
+            return super().acquire(claim, who, ttl, fence_seen)
+        reply = self._state.acquire(
+            self._ticket,
+            now=self._bury(),
+            wall_ms=time.time_ns() // 1_000_000,
+            who=Who(label="a caller of acquire()"),
+            ttl=self._anonymous_ttl,
+            unbounded=True,
+        )
+        if isinstance(reply, Waiting):
+            return False
+        granted = isinstance(reply, Granted)
+        if granted:
+            self._granted = self._ticket
+        self._ticket = next(self._tickets)  # the next old caller gets a claim of its own
+        return granted
+
+    def release(self, claim: str | None = None) -> Released:
+        """Without arguments: free what an old caller holds, and nothing else."""
+        if claim is not None:
+            return super().release(claim)
+        if self._granted is None:
+            return Released.NOT_HELD
+        granted, self._granted = self._granted, None
+        return super().release(granted)
+
+
+def adopt(
+    *,
+    name: str,
+    namespace: str | None = None,
+    ttl: float = 30.0,
+    anonymous_ttl: float | None = None,
+    lifetime: str | None = None,
+    actor_options: dict[str, Any] | None = None,
+) -> Any:
+    """A Ray actor handle to give to the framework in place of its own lock actor; the same one for the same name.
+
+    It does not restart after a crash, as theirs does not: a holder without a lease could not be waited out.
+    """
+    import ray
+
+    options = {"num_cpus": 0, "max_concurrency": 1, "max_restarts": 0, **(actor_options or {})}
+    return (
+        ray.remote(AdoptedLockServer)
+        .options(name=name, namespace=namespace, get_if_exists=True, lifetime=lifetime, **options)
+        .remote(name, ttl=ttl, anonymous_ttl=anonymous_ttl)
+    )

@@ -1,0 +1,88 @@
+"""The lock's Ray actor: `core.lock_state` with a clock, and the obituaries of its clients.
+
+A synchronous actor whose methods never wait. An async one would reorder calls, and parked waiters could fill it up
+so that the release that they wait for is never let in. Clients poll instead; their place in the queue keeps.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from typing import Any
+
+from async_wsync.core.lock_state import Granted, LeaseOver, LockState, Released, Renewed, Waiting, Who, Withdrawn
+from async_wsync.lock_watch import ClientCard, Obituaries
+
+__all__ = ["LockServer"]
+
+logger = logging.getLogger(__name__)
+
+
+class LockServer:
+    """Run as a named Ray actor with ``num_cpus=0``; `BroadcastLock.create` does that.
+
+    ``ttl``: longest lease, seconds. After a restart it grants nothing for one ``ttl``, since it cannot know whom it
+    had granted before. ``pidfds=False`` leaves the deaths on this machine to the slower ways of noticing.
+    """
+
+    def __init__(self, name: str, *, ttl: float = 30.0, waiter_silence: float = 3.0, pidfds: bool = True) -> None:
+        self._name = name
+        self._restarted = _was_restarted()
+        now = time.monotonic()
+        self._state = LockState(
+            ttl=ttl,
+            waiter_silence=waiter_silence,
+            quarantine_until=now + ttl if self._restarted else now,
+            last_now=now,
+        )
+        self._obituaries = Obituaries(pidfds=pidfds, memory=2 * ttl + 60.0)
+
+    def acquire(
+        self, claim: str, who: Who, ttl: float | None, fence_seen: int
+    ) -> tuple[Granted | Waiting | Withdrawn, bool]:
+        """One poll, and whether the client is watched; one that is not should call `watch`."""
+        now = self._bury()
+        self._obituaries.heard(who.client)
+        reply = self._state.acquire(
+            claim, now=now, wall_ms=time.time_ns() // 1_000_000, who=who, ttl=ttl, fence_seen=fence_seen
+        )
+        return reply, self._obituaries.knows(who.client)
+
+    def heartbeat(self, claim: str, client: str, stage: str | None, fence: int) -> tuple[Renewed | LeaseOver, bool]:
+        now = self._bury()
+        self._obituaries.heard(client)
+        return self._state.heartbeat(claim, now=now, stage=stage, fence=fence), self._obituaries.knows(client)
+
+    def release(self, claim: str) -> Released:
+        return self._state.release(claim, now=self._bury())
+
+    def revoke(self, claim: str) -> bool:
+        """Take the lock from a claim, dead or alive; True if it held."""
+        now = self._bury()
+        return self._state.revoke(claim, now=now, why="revoked by hand")
+
+    def watch(self, card: ClientCard, refs: list[Any], beacon: Any = None) -> str:
+        """Notice this client's death from here on. ``refs``: at most one reference, owned by the client."""
+        return self._obituaries.watch(card, refs[0] if refs else None, beacon)
+
+    def status(self) -> dict[str, Any]:
+        now = self._bury()
+        return {"name": self._name, "restarted": self._restarted, **self._state.status(now)}
+
+    def _bury(self) -> float:
+        """Act on the deaths that the watchers saw; returns now."""
+        now = time.monotonic()
+        for client, why in self._obituaries.drain():
+            if self._state.died(client, now=now, why=why):
+                logger.warning("lock %r: the holder is gone (%s)", self._name, why)
+        return now
+
+
+def _was_restarted() -> bool:
+    import ray
+
+    with warnings.catch_warnings():
+        # Deprecated within: it reads an attribute of its own that is.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return bool(ray.get_runtime_context().was_current_actor_reconstructed)
