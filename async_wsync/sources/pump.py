@@ -4,41 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any
 from functools import partial
+from typing import Any
 
 import torch
 
-from async_wsync.core.buckets import Stager, dtype_name, lay_out, plan_buckets, torch_dtype
-from async_wsync.core.checksum import tensor_digest
+from async_wsync.core.buckets import plan_buckets
 from async_wsync.errors import SourceError, WeightSyncError
-from async_wsync.runtime.threads import DaemonWorker, wait_done
-from async_wsync.types import BucketSpec, Manifest, ParamMeta, WeightSource, WireFormat
+from async_wsync.runtime.threads import DaemonWorker, wait_done, wait_for
+from async_wsync.sources.stream import BucketStream, StagedBucket, wire_digest
+from async_wsync.types import BucketSpec, Manifest, WeightSource, WireFormat
 
 __all__ = ["BucketStream", "SourcePump", "StagedBucket"]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(eq=False, slots=True)
-class StagedBucket:
-    """A bucket whose bytes are ready. ``wire`` has its uint8 tensors for each format, in the layout's order."""
-
-    bucket: BucketSpec
-    wire: dict[WireFormat, list[torch.Tensor]]
-    _permits: threading.Semaphore
-    _released: bool = field(default=False, init=False)
-
-    def release(self) -> None:
-        """Drop the tensors and let the next bucket be staged. Idempotent."""
-        if not self._released:
-            self._released = True
-            self.wire.clear()
-            self._permits.release()
 
 
 class SourcePump:
@@ -96,11 +77,15 @@ class SourcePump:
         return manifest
 
     async def plan(self, *, bucket_bytes: int, atomic_groups: Sequence[str] = ()) -> tuple[BucketSpec, ...]:
-        """`plan_buckets` over the source's manifest, off the loop: thousands of tensors take milliseconds."""
+        """`plan_buckets` of the manifest, off the loop: thousands of tensors take it tens of milliseconds."""
         manifest = await self.manifest()
-        return await self._worker.run(
+        # Not the source's thread, which may be waiting for a bucket to be released.
+        planner = DaemonWorker("async-wsync-plan")
+        planned = planner.submit(
             partial(plan_buckets, manifest, bucket_bytes=bucket_bytes, atomic_groups=atomic_groups)
         )
+        planner.close()
+        return await wait_for(planned)
 
     def buckets(
         self,
@@ -123,16 +108,22 @@ class SourcePump:
         return stream
 
     async def digests(self) -> dict[str, str]:
-        """`core.checksum` digest per name of what the engines must hold, aliases included."""
+        """`core.checksum` digest per name of what the engines must hold, aliases included.
+
+        Unless they were asked for and all buckets were staged, this is a walk of its own, and stops a stream
+        that is under way.
+        """
         manifest = await self.manifest()
         digests = self._digests
         if digests is None or len(digests) < len(manifest.params):
+            for stream in self._streams:
+                stream.stop()
             digests = await self._worker.run(self._walk_digests, manifest)
         return {**digests, **{alias: digests[name] for alias, name in manifest.aliases}}
 
     def _walk_digests(self, manifest: Manifest) -> dict[str, str]:
         metas = {meta.name: meta for meta in manifest.params}
-        return {name: _digest(metas[name], tensor) for name, tensor in self.source.tensors()}
+        return {name: wire_digest(metas[name], tensor) for name, tensor in self.source.tensors()}
 
     async def aclose(self, timeout: float = 10.0) -> None:
         """Stop, and wait up to ``timeout`` seconds for the source to let go; after that its thread is abandoned.
@@ -162,158 +153,3 @@ class SourcePump:
 def _walk_to_the_end(source: WeightSource) -> None:
     for _ in source.tensors():
         pass
-
-
-class BucketStream:
-    """Staged buckets, in order, as an async iterator. Cancelling an ``anext`` loses nothing."""
-
-    def __init__(
-        self,
-        source: WeightSource,
-        buckets: Sequence[BucketSpec],
-        formats: frozenset[WireFormat],
-        device: torch.device,
-        num_buffers: int,
-        digests: dict[str, str] | None,
-    ) -> None:
-        self._walk = _Walk(source, buckets, formats, device, digests)
-        self._permits = threading.Semaphore(num_buffers)
-        self._stopped = threading.Event()
-        self._loop = asyncio.get_running_loop()
-        self._ready: asyncio.Queue[StagedBucket | None] = asyncio.Queue()
-        self.job: Future[None] | None = None
-
-    @property
-    def finished(self) -> bool:
-        """True once the source has been let go."""
-        return self.job is None or self.job.done()
-
-    def start(self, worker: DaemonWorker) -> None:
-        self.job = worker.submit(self._produce)
-        self.job.add_done_callback(lambda _: self._hand_over(None))
-
-    def stop(self) -> None:
-        """Stage nothing more and drop what is staged and not taken. Idempotent."""
-        self._stopped.set()
-        self._permits.release()
-        while not self._ready.empty():
-            self._ready.get_nowait()
-        self._ready.put_nowait(None)
-
-    def __aiter__(self) -> BucketStream:
-        return self
-
-    async def __anext__(self) -> StagedBucket:
-        staged = await self._ready.get()
-        if staged is not None:
-            return staged
-        self._ready.put_nowait(None)  # the end stays the end
-        if self.job is not None and self.job.done():
-            self._raise_failure(self.job)
-        raise StopAsyncIteration
-
-    def _raise_failure(self, job: Future[None]) -> None:
-        error = job.exception()
-        if error is None:
-            return
-        if isinstance(error, WeightSyncError):
-            raise error
-        where = f"after {self._walk.last!r}" if self._walk.last else "before its first tensor"
-        raise SourceError(f"the source failed {where}: {error!r}", param=self._walk.last) from error
-
-    # The rest runs in the worker's thread.
-
-    def _produce(self) -> None:
-        try:
-            for bucket in self._walk.buckets:
-                # Taken before the first tensor is pulled, so that no bucket beyond the limit is even begun.
-                self._permits.acquire()
-                if self._stopped.is_set():
-                    break
-                wire = self._walk.stage(bucket)
-                self._hand_over(StagedBucket(bucket, wire, self._permits))
-                del wire
-            else:
-                self._walk.check_end()
-        finally:
-            self._walk.close()
-
-    def _hand_over(self, staged: StagedBucket | None) -> None:
-        try:
-            self._loop.call_soon_threadsafe(self._take, staged)
-        except RuntimeError:  # the loop is closed: nobody waits any more
-            pass
-
-    def _take(self, staged: StagedBucket | None) -> None:
-        if staged is None or not self._stopped.is_set():
-            self._ready.put_nowait(staged)
-
-
-class _Walk:
-    """One walk over a source, held against the manifest as it goes. All in one thread."""
-
-    def __init__(
-        self,
-        source: WeightSource,
-        buckets: Sequence[BucketSpec],
-        formats: frozenset[WireFormat],
-        device: torch.device,
-        digests: dict[str, str] | None,
-    ) -> None:
-        self.buckets = buckets
-        self.last: str | None = None
-        self._source = source
-        self._formats = formats
-        self._device = device
-        self._digests = digests
-        self._tensors: Iterator[tuple[str, torch.Tensor]] | None = None
-
-    def stage(self, bucket: BucketSpec) -> dict[WireFormat, list[torch.Tensor]]:
-        """Pull this bucket's tensors; uint8 wire tensors for each format."""
-        stagers = {wire: Stager(lay_out(bucket, wire), device=self._device) for wire in self._formats}
-        for meta in bucket.params:
-            tensor = self._pull(meta)
-            for stager in stagers.values():
-                stager.add(meta.name, tensor)
-            if self._digests is not None:
-                self._digests[meta.name] = _digest(meta, tensor)
-            del tensor  # or it would stay alive while the next one is made
-        return {wire: stager.finish() for wire, stager in stagers.items()}
-
-    def check_end(self) -> None:
-        extra = next(self._iterator(), None)
-        if extra is not None:
-            raise SourceError(f"the source yields {extra[0]!r}, which its manifest lacks", param=extra[0])
-
-    def close(self) -> None:
-        """Let go of the source; one that runs collectives is first walked to its end, as other ranks wait in it."""
-        if getattr(self._source, "collective", False):
-            for _ in self._iterator():
-                pass
-        tensors, self._tensors = self._tensors, None
-        close = getattr(tensors, "close", None)
-        if close is not None:
-            close()
-
-    def _iterator(self) -> Iterator[tuple[str, torch.Tensor]]:
-        if self._tensors is None:
-            self._tensors = iter(self._source.tensors())
-        return self._tensors
-
-    def _pull(self, meta: ParamMeta) -> torch.Tensor:
-        item = next(self._iterator(), None)
-        if item is None:
-            raise SourceError(f"the source ended before {meta.name!r}, which its manifest has", param=meta.name)
-        name, tensor = item
-        if name != meta.name:
-            raise SourceError(f"the source yields {name!r} where its manifest has {meta.name!r}", param=name)
-        self.last = name
-        if tuple(tensor.shape) != meta.shape:
-            raise SourceError(f"{name!r} has shape {tuple(tensor.shape)}, its manifest says {meta.shape}", param=name)
-        if tensor.dtype != torch_dtype(meta.dtype) and not self._source.casts:
-            raise SourceError(f"{name!r} is {dtype_name(tensor.dtype)}, its manifest says {meta.dtype}", param=name)
-        return tensor
-
-
-def _digest(meta: ParamMeta, tensor: torch.Tensor) -> str:
-    return tensor_digest(tensor.detach().to(torch_dtype(meta.dtype)))

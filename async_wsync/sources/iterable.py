@@ -1,0 +1,126 @@
+"""A source over any iterable of named tensors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Generator, Iterable, Iterator
+from typing import Any, TypeAlias
+
+import torch
+
+from async_wsync.errors import SourceError
+from async_wsync.sources.tensors import check_tensor, describe, gathered
+from async_wsync.types import Manifest
+
+__all__ = ["IterableSource"]
+
+Named = tuple[str, torch.Tensor]
+Items: TypeAlias = Iterable[Named] | AsyncIterable[Named]
+
+_END: Any = object()
+
+
+class IterableSource:
+    """Named tensors from ``items``: a sync or async iterable of ``(name, tensor)``, or a callable that returns one.
+
+    It is walked in one dedicated thread, an async one on a private event loop there, so it must not wait for
+    things of another loop. Each update takes one walk over the tensors, and a retried one takes another.
+
+    Without ``manifest`` there must be a walk before it, to learn names, types and shapes: a callable, or an
+    iterable that can be walked again, is walked twice; a one-shot iterator (a generator, say) is collected,
+    with all its tensors alive at once. With ``manifest`` a one-shot iterator is streamed, and good for one walk.
+    ``collective``: making the tensors takes other ranks, so a walk is walked to its end also when its update fails.
+    """
+
+    casts = False
+
+    def __init__(
+        self, items: Items | Callable[[], Items], *, manifest: Manifest | None = None, collective: bool = False
+    ) -> None:
+        if not (isinstance(items, Iterable | AsyncIterable) or callable(items)):
+            raise ValueError(f"items must be an iterable or a callable that returns one, got {type(items).__name__}")
+        self._items: Items | Callable[[], Items] = items
+        self._manifest = manifest
+        self._used = False
+        self.collective = collective
+        self.device: torch.device | None = None
+
+    def __repr__(self) -> str:
+        return f"<IterableSource over a {type(self._items).__name__}>"
+
+    def manifest(self) -> Manifest:
+        if self._manifest is not None:
+            return self._manifest
+        if self._is_one_shot():
+            self._items = list(self._walk())
+        return describe(self._walk(), dtype=None, tied_once=False)
+
+    def tensors(self) -> Iterator[Named]:
+        for name, tensor in self._walk():
+            check_tensor(name, tensor)
+            yield name, gathered(tensor)
+            del tensor  # or it would stay alive while the next one is made
+
+    def _is_one_shot(self) -> bool:
+        items = self._items
+        if isinstance(items, AsyncIterable):
+            return isinstance(items, AsyncIterator)
+        return isinstance(items, Iterator)
+
+    def _walk(self) -> Iterator[Named]:
+        if self._is_one_shot():
+            if self._used:
+                raise SourceError("a one-shot iterator cannot be walked again: pass a callable that makes a new one")
+            self._used = True
+        items: Any = self._items
+        if not isinstance(items, Iterable | AsyncIterable):
+            items = items()
+            if not isinstance(items, Iterable | AsyncIterable):
+                raise ValueError(f"the callable returned a {type(items).__name__}, which is not iterable")
+        walk = _walk_async(items) if isinstance(items, AsyncIterable) else _walk_sync(items)
+        try:
+            for item in walk:
+                name, tensor = _pair(item)
+                if self.device is None and isinstance(tensor, torch.Tensor):
+                    self.device = tensor.device
+                yield name, tensor
+                del item, tensor
+        finally:
+            walk.close()
+
+
+def _pair(item: Any) -> Named:
+    if not (isinstance(item, tuple | list) and len(item) == 2):
+        raise ValueError(f"items must be (name, tensor) pairs, got a {type(item).__name__}")
+    return item[0], item[1]
+
+
+def _walk_sync(items: Iterable[Any]) -> Generator[Any, None, None]:
+    iterator = iter(items)
+    try:
+        yield from iterator
+    finally:
+        close = getattr(iterator, "close", None)
+        if close is not None:
+            close()
+
+
+def _walk_async(items: AsyncIterable[Any]) -> Generator[Any, None, None]:
+    loop = asyncio.new_event_loop()
+    iterator = aiter(items)
+    try:
+        while (item := loop.run_until_complete(_next(iterator))) is not _END:
+            yield item
+            del item
+    finally:
+        try:
+            close = getattr(iterator, "aclose", None)
+            if close is not None:
+                loop.run_until_complete(close())
+            loop.run_until_complete(loop.shutdown_asyncgens())
+        finally:
+            loop.close()
+
+
+async def _next(iterator: AsyncIterator[Any]) -> Any:
+    return await anext(iterator, _END)

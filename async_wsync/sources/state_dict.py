@@ -1,0 +1,114 @@
+"""Sources over tensors that exist already: a module, a mapping, master weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+
+from async_wsync.core.buckets import dtype_name
+from async_wsync.sources.tensors import describe, gathered, is_sharded, selected
+from async_wsync.types import Manifest
+
+__all__ = ["MasterWeightSource", "ModuleSource", "StateDictSource"]
+
+
+class StateDictSource:
+    """Tensors of a mapping, in its order, read when they are sent: change none of them until the update is over.
+
+    ``dtype``: cast floating point tensors (of 16 bits and more) to it while they are packed, without a second
+    copy of the model. ``tied``: send tensors that share their memory "once" (default; the engine
+    fills the other names) or "each". ``rename`` turns the trainer's names into the engine's; ``include`` is asked,
+    with the trainer's name, which to send.
+
+    A DTensor (FSDP2, tensor parallel) is gathered just before it is packed, one at a time. That is a collective:
+    every other rank of its mesh must run `participate` on the same tensors meanwhile.
+    """
+
+    def __init__(
+        self,
+        mapping: Mapping[str, torch.Tensor],
+        *,
+        dtype: torch.dtype | None = None,
+        tied: Literal["once", "each"] = "once",
+        rename: Callable[[str], str] | None = None,
+        include: Callable[[str], bool] | None = None,
+    ) -> None:
+        if tied not in ("once", "each"):
+            raise ValueError(f"tied must be 'once' or 'each', got {tied!r}")
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(f"dtype must be a floating point type, got {dtype!r}")
+        self._mapping = mapping
+        self._dtype = dtype
+        self._tied_once = tied == "once"
+        self._rename = rename
+        self._include = include
+        self.casts = dtype is not None
+
+    def __repr__(self) -> str:
+        cast = f", cast to {dtype_name(self._dtype)}" if self._dtype is not None else ""
+        return f"<{type(self).__name__}{cast}>"
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the tensors are: that of the first one, None if there is none."""
+        return next((tensor.device for _, tensor in self._named() if isinstance(tensor, torch.Tensor)), None)
+
+    @property
+    def collective(self) -> bool:
+        """True if reading a tensor takes other ranks, so that a walk once begun must be walked to its end."""
+        return any(is_sharded(tensor) for _, tensor in self._named())
+
+    def manifest(self) -> Manifest:
+        return describe(self._named(), dtype=self._dtype, tied_once=self._tied_once)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        aliases = dict(self.manifest().aliases)
+        for name, tensor in self._named():
+            if name not in aliases:
+                yield name, gathered(tensor)
+
+    def _state(self) -> Mapping[str, Any]:
+        return self._mapping
+
+    def _named(self) -> Iterator[tuple[str, Any]]:
+        return selected(self._state().items(), rename=self._rename, include=self._include)
+
+
+class ModuleSource(StateDictSource):
+    """A module's parameters and persistent buffers, under the names of its ``state_dict()``."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        dtype: torch.dtype | None = None,
+        tied: Literal["once", "each"] = "once",
+        rename: Callable[[str], str] | None = None,
+        include: Callable[[str], bool] | None = None,
+    ) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        super().__init__({}, dtype=dtype, tied=tied, rename=rename, include=include)
+        self._model = model
+
+    def _state(self) -> Mapping[str, Any]:
+        state = self._model.state_dict(keep_vars=True)
+        # What modules put there by get_extra_state() is theirs, and mostly no tensor.
+        return {name: tensor for name, tensor in state.items() if not name.endswith("_extra_state")}
+
+
+class MasterWeightSource(StateDictSource):
+    """An optimizer's fp32 master weights, cast to the engines' ``dtype`` as they are packed."""
+
+    def __init__(
+        self,
+        masters: Mapping[str, torch.Tensor],
+        *,
+        dtype: torch.dtype,
+        tied: Literal["once", "each"] = "once",
+        rename: Callable[[str], str] | None = None,
+        include: Callable[[str], bool] | None = None,
+    ) -> None:
+        super().__init__(masters, dtype=dtype, tied=tied, rename=rename, include=include)

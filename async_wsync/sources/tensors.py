@@ -1,0 +1,105 @@
+"""What every source asks of the tensors it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from async_wsync.core.buckets import param_meta
+from async_wsync.types import Manifest, ParamMeta
+
+__all__ = ["check_tensor", "describe", "gathered", "is_sharded", "wire_dtype"]
+
+Named = tuple[str, torch.Tensor]
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """True for a DTensor, told by its method: importing its class costs a second."""
+    return hasattr(tensor, "full_tensor")
+
+
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole tensor, without grad. For a DTensor that is a collective of its mesh."""
+    plain = tensor.detach()
+    if not is_sharded(plain):
+        return plain
+    full: torch.Tensor = plain.full_tensor()  # type: ignore[attr-defined]
+    return full
+
+
+def check_tensor(name: object, tensor: object) -> None:
+    """ValueError naming what cannot be sent: no bytes (meta, lazy), or bytes that are not its values."""
+    if not isinstance(name, str):
+        raise ValueError(f"a tensor's name must be a str, got {name!r}")
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{name!r} is a {type(tensor).__name__}, not a tensor")
+    fault = _fault(tensor)
+    if fault:
+        raise ValueError(f"{name!r} is {fault}")
+
+
+def _fault(tensor: torch.Tensor) -> str:
+    if is_lazy(tensor):
+        return "not initialized yet: run the module once"
+    if tensor.is_meta:
+        return "a meta tensor, which has no data: materialize the model first"
+    if tensor.is_quantized:
+        return "a quantized tensor: send its int_repr() and its scales as tensors of their own"
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        return f"not dense (layout {tensor.layout}): send it dense, or its parts as tensors of their own"
+    if hasattr(tensor, "__tensor_flatten__") and not is_sharded(tensor):
+        return f"a {type(tensor).__name__}, whose bytes lie in inner tensors: send those, or a dequantized copy"
+    return ""
+
+
+def wire_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """``dtype`` for floating point of 16 bits and more; integers, bools and float8 codes are never cast."""
+    castable = tensor.is_floating_point() and tensor.dtype.itemsize >= 2
+    return dtype if dtype is not None and castable else tensor.dtype
+
+
+def describe(named: Iterable[Named], *, dtype: torch.dtype | None, tied_once: bool) -> Manifest:
+    """The manifest of these tensors; ValueError for a name that comes twice or a tensor that cannot be sent.
+
+    Tensors are tied if they are one view of one memory. All are held until the end, so that no address
+    is used twice meanwhile: for tensors made on the fly pass ``tied_once=False``.
+    """
+    params: list[ParamMeta] = []
+    aliases: list[tuple[str, str]] = []
+    names: set[str] = set()
+    first_of: dict[object, tuple[str, torch.Tensor]] = {}
+    for name, tensor in named:
+        check_tensor(name, tensor)
+        if name in names:
+            raise ValueError(f"{name!r} comes twice")
+        names.add(name)
+        original = first_of.setdefault(_identity(tensor), (name, tensor))[0] if tied_once else name
+        if original != name:
+            aliases.append((name, original))
+        else:
+            params.append(param_meta(name, tensor, dtype=wire_dtype(tensor, dtype)))
+    return Manifest(params=tuple(params), aliases=tuple(aliases))
+
+
+def _identity(tensor: torch.Tensor) -> object:
+    # A shard's address differs between ranks and is null where the shard is empty, and all ranks must come
+    # to the same answer, or they would gather different tensors: so a DTensor is tied only to itself.
+    if is_sharded(tensor) or tensor.numel() == 0:
+        return id(tensor)
+    view: tuple[Any, ...] = (tensor.data_ptr(), tensor.dtype, tensor.device, tensor.shape, tensor.stride())
+    return (*view, tensor.is_conj(), tensor.is_neg())
+
+
+def selected(
+    named: Iterable[tuple[str, Any]],
+    *,
+    rename: Callable[[str], str] | None,
+    include: Callable[[str], bool] | None,
+) -> Iterator[tuple[str, Any]]:
+    """Those that ``include`` (asked with the trainer's name) keeps, under the names that ``rename`` gives."""
+    for name, tensor in named:
+        if include is None or include(name):
+            yield (name if rename is None else rename(name)), tensor
