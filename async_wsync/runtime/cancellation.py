@@ -95,23 +95,27 @@ async def _drain(
     """Wait for all of ``futures``; returns the cancellations that hit the caller meanwhile."""
     cancels: list[asyncio.CancelledError] = []
     deadline = None if timeout is None else time.monotonic() + timeout
-    waiting = {f for f in futures if not f.done()}
+    # Not shielded at first, so that the cancellation of an anyio scope is noticed, as a native one always is.
+    try:
+        await _wait(futures, deadline)
+        return cancels
+    except asyncio.CancelledError as cancel:
+        cancels.append(cancel)
+    if on_cancel is not None:
+        _call(on_cancel)
     with anyio.CancelScope(shield=True):
-        while waiting:
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0 and cancels:
-                break
+        while True:
             try:
-                _, waiting = await asyncio.wait(waiting, timeout=None if left is None else max(left, 0.0))
+                await _wait(futures, deadline)
+                return cancels
             except asyncio.CancelledError as cancel:
                 cancels.append(cancel)
-                if len(cancels) == 1 and on_cancel is not None:
-                    _call(on_cancel)
-                waiting = {f for f in waiting if not f.done()}
-            else:
-                if left is not None:
-                    break
-    return cancels
+
+
+async def _wait(futures: list[asyncio.Future[Any]], deadline: float | None) -> None:
+    waiting = [future for future in futures if not future.done()]
+    if waiting:
+        await asyncio.wait(waiting, timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
 
 
 def _as_task(coro: Awaitable[T], name: str) -> asyncio.Future[T]:

@@ -69,10 +69,9 @@ class GroupMember:
             except RuntimeError as error:
                 self.abort()
                 self._let_go(works)
-                after = time.monotonic() - started
+                who, after = f"rank {self.rank} of group {self.spec.name}", time.monotonic() - started
                 raise BroadcastFailed(
-                    f"rank {self.rank} of group {self.spec.name} did not receive after {after:.2f} s: {first_line(error)}",
-                    group=self.spec.name,
+                    f"{who} received nothing more after {after:.2f} s: {first_line(error)}", group=self.spec.name
                 ) from error
 
     def abort(self) -> None:
