@@ -26,6 +26,7 @@ from async_wsync.types import BucketSpec, Call, EngineState, PauseMode
 
 __all__ = ["Desk", "Hooks"]
 
+_OWN_SHARE = 0.9  # of a call's limit: our error says more than the caller's "no answer"
 _MAX_SEATS = 64  # trainers that died leave their seats behind; the least recently joined go first
 
 
@@ -136,7 +137,7 @@ class Desk:
     # ------------------------------------------------------------------------ pauses
 
     def pause(self, call: Call, verb: p.Pause) -> None:
-        until = time.monotonic() + call.timeout
+        until = _limit(call)
         with self._changed:
             self.gate.paused = True
             self.gate.abort_requested = verb.mode is PauseMode.ABORT
@@ -145,7 +146,7 @@ class Desk:
 
     def _empty_gate(self, call: Call, until: float) -> None:
         if not self.gate.wait_until_empty(until, still_wanted=lambda: self._check_fence(call)):
-            raise EngineBusy(f"{self.gate.inside} requests still run after {call.timeout:g} s")
+            raise EngineBusy(f"{self.gate.inside} requests still run near the limit of {call.timeout:g} s")
 
     def resume(self, call: Call, verb: p.Resume) -> None:
         with self._changed:
@@ -167,7 +168,7 @@ class Desk:
         return check_manifest(update.manifest, named_targets(self.model), strict=update.strict)
 
     def begin(self, call: Call, verb: p.Begin) -> None:
-        until = time.monotonic() + call.timeout
+        until = _limit(call)
         update = p.unpack_update(verb.update)
         targets = named_targets(self.model)
         check_manifest(update.manifest, targets, strict=update.strict)
@@ -255,4 +256,9 @@ class Desk:
             self._changed.notify_all()
 
     def reset(self, call: Call, verb: p.Reset) -> None:
-        self._break_off_session(time.monotonic() + call.timeout)
+        self._break_off_session(_limit(call))
+
+
+def _limit(call: Call) -> float:
+    """Until when (time.monotonic()) to wait for others on behalf of ``call``."""
+    return time.monotonic() + _OWN_SHARE * call.timeout

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from async_wsync.errors import EngineNotServing
 
@@ -42,8 +41,20 @@ class ServingGate:
         """Come in, after waiting up to ``wait`` seconds for the gate to open; `EngineNotServing` otherwise."""
         with self._changed:
             if not self._changed.wait_for(lambda: self.reason() is None, timeout=max(wait, 0.0)):
-                raise _not_serving(self.reason() or "shut", wait)
+                raise self.refusal(wait)
             self._inside += 1
+
+    def try_enter(self) -> bool:
+        with self._changed:
+            if self.reason() is not None:
+                return False
+            self._inside += 1
+            return True
+
+    def refusal(self, waited: float) -> EngineNotServing:
+        reason = self.reason() or "shut"
+        after = f" (waited {waited:g} s)" if waited > 0 else ""
+        return EngineNotServing(f"the engine does not serve now, it is {reason}{after}", state=reason)
 
     def leave(self) -> None:
         with self._changed:
@@ -82,30 +93,12 @@ class Serving:
 
     async def __aenter__(self) -> int | None:
         until = time.monotonic() + self._wait
-        while True:
-            try:
-                self._gate.enter()
-                return self._version()
-            except EngineNotServing:
-                if time.monotonic() >= until:
-                    raise
+        while not self._gate.try_enter():
+            if time.monotonic() >= until:
+                raise self._gate.refusal(self._wait)
             # The gate opens in another thread, and a loop must not wait for a condition.
             await asyncio.sleep(_ASYNC_POLL_INTERVAL)
+        return self._version()
 
     async def __aexit__(self, *_: object) -> None:
         self._gate.leave()
-
-
-def _not_serving(reason: str, wait: float) -> EngineNotServing:
-    waited = f" (waited {wait:g} s)" if wait > 0 else ""
-    return EngineNotServing(f"the engine does not serve now, it is {reason}{waited}", state=reason)
-
-
-@contextmanager
-def held(condition: threading.Condition) -> Iterator[None]:
-    """Take the condition and tell all waiters afterwards."""
-    with condition:
-        try:
-            yield
-        finally:
-            condition.notify_all()

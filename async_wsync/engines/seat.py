@@ -65,13 +65,12 @@ class GroupSeat:
         return self._worker.submit(self._join)
 
     def _join(self) -> None:
-        if self._aborted:
+        if self.aborted:
             raise EngineFailed(f"group {self.spec.name} was aborted before it was joined", is_collective=True)
         member = join_group(self.spec, self.rank, member=self._name)
         with self._lock:
             self._member = member
-            aborted = self._aborted
-        if aborted:
+        if self.aborted:
             member.abort()
             member.close()
             raise EngineFailed(f"group {self.spec.name} was aborted while it was joined", is_collective=True)

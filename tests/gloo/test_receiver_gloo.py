@@ -135,10 +135,8 @@ async def test_nothing_written_after_an_abort_was_answered() -> None:
     await asyncio.sleep(0.1)
     await ask(receiver, p.Abort(group.spec.name), call)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(Exception):
-        await group.broadcast(staged(update.buckets[0], trainer))
-        await group.broadcast(staged(update.buckets[0], trainer))
-        raise EngineFailed("a send may succeed towards a member that is gone")
+    # A send may well "succeed" towards a member that is gone.
+    await asyncio.gather(*(group.broadcast(staged(update.buckets[0], trainer)) for _ in "12"), return_exceptions=True)
     await asyncio.sleep(0.3)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     await group.aclose()
