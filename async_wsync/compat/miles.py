@@ -246,7 +246,7 @@ def _cuda_event(tensor: torch.Tensor) -> torch.cuda.Event | None:
     """What the worker's stream must wait for: the work that made the tensors, on the caller's stream."""
     if not tensor.is_cuda:
         return None
-    event = torch.cuda.Event()
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(tensor.device))
     return event
 

@@ -13,13 +13,13 @@ from async_wsync.errors import EngineDied, EngineFailed, EngineTimeout
 if TYPE_CHECKING:
     import httpx
 
-__all__ = ["Answer", "JsonServer"]
+__all__ = ["FIELDS", "Answer", "JsonServer"]
 
 #: Servers close idle connections after 5 s (uvicorn's default). One closed under our hands would look like a death.
 _IDLE_SECONDS = 2.0
 
 #: Which `Timeouts` field bounds which phase, so that an error can say what to raise.
-_FIELDS = {"hello": "begin", "check": "begin", "connect": "connect", "bucket": "bucket", "publish": "end"}
+FIELDS = {"hello": "begin", "check": "begin", "connect": "connect", "bucket": "bucket", "publish": "end"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class JsonServer:
             async with asyncio.timeout(timeout):
                 response = await self._connected().request(method, path, json=body)
         except (TimeoutError, httpx.TimeoutException) as error:
-            field = _FIELDS.get(phase, phase)
+            field = FIELDS.get(phase, phase)
             raise EngineTimeout(
                 f"{self.name}: no answer to {path} within {timeout:g} s (Timeouts.{field})",
                 field=field,

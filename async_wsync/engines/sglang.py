@@ -19,6 +19,7 @@ from typing import Any
 from async_wsync.engines import sglang_wire as wire
 from async_wsync.engines.checkpoint_index import read_index
 from async_wsync.engines.http import JsonServer
+from async_wsync.engines.sglang_lora import LoRALoader
 from async_wsync.engines.sglang_names import Findings, against_index, by_probing, rejection
 from async_wsync.engines.sglang_wire import Selector
 from async_wsync.errors import EngineBusy, EngineFailed, EngineRejected
@@ -28,12 +29,13 @@ from async_wsync.types import BucketSpec, Call, EngineInfo, EngineState, GroupSp
 __all__ = ["SGLangServer"]
 
 
-class SGLangServer:
+class SGLangServer(LoRALoader):
     """One SGLang server, as a `RolloutEngine`.
 
     ``num_ranks``: its tensor parallel size. ``wire_format``: FLATTENED (one buffer a bucket, SGLang's
     ``flattened_bucket``), or PER_TENSOR for servers too old for it. ``selector``: which of its models take the
-    weights, where it has a draft model. ``check_names=False`` leaves out the check of names and shapes, for models
+    weights, where it has a draft model. ``checkpoint``: a directory as the server was started from, to check names and
+    shapes by, where the server's own can't be read from here. ``check_names=False`` leaves that check out, for models
     whose engine-side names differ from their checkpoint's.
     """
 
@@ -51,6 +53,7 @@ class SGLangServer:
         verify: ssl.SSLContext | bool = True,
         wire_format: WireFormat = WireFormat.FLATTENED,
         selector: Selector = "all",
+        checkpoint: str | os.PathLike[str] | None = None,
         check_names: bool = True,
     ) -> None:
         if not url.startswith(("http://", "https://")):
@@ -63,6 +66,7 @@ class SGLangServer:
         self._num_ranks = num_ranks
         self._wire_format = wire_format
         self._selector: Selector = selector
+        self._checkpoint = os.path.abspath(checkpoint) if checkpoint is not None else None
         self._check_names = check_names
         self._server = JsonServer(url.rstrip("/"), name=self._name, api_key=api_key, verify=verify)
         self._files = DaemonWorker("sglang-checkpoint")
@@ -116,7 +120,7 @@ class SGLangServer:
     async def check(self, call: Call, update: UpdateSpec) -> tuple[str, ...]:
         if not self._check_names:
             return ("names and shapes were not checked (check_names=False)",)
-        path = str((await self._get("/model_info", call, "check")).get("model_path", ""))
+        path = self._checkpoint or str((await self._get("/model_info", call, "check")).get("model_path", ""))
         key = (update.manifest.fingerprint(), update.strict, path)
         if key not in self._checked:
             found = await self._look(call, update, path)
