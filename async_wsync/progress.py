@@ -29,7 +29,7 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-LOG_FILE_INTERVAL = 10.0  # seconds between redraws where the output is not a terminal
+LOG_FILE_INTERVAL = 10.0  # seconds before the first line, and between lines, where the output is not a terminal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,11 @@ _Bar.set_lock(threading.RLock())
 
 
 class TqdmProgress:
-    """A tqdm bar in bytes on this process's standard error, or on ``file``."""
+    """A tqdm bar in bytes on this process's standard error, or on ``file``.
+
+    ``leave``: the full bar stays on the screen; one that failed stays in any case. Where the output is not a terminal,
+    an update writes its last line, and one before that every `LOG_FILE_INTERVAL` seconds.
+    """
 
     def __init__(self, *, file: TextIO | None = None, label: str = "weights", leave: bool = True) -> None:
         self._file = file
@@ -81,6 +85,7 @@ class TqdmProgress:
 
     def start(self, *, version: int, total_bytes: int, num_buckets: int) -> None:
         file = self._file if self._file is not None else sys.stderr
+        quiet = 0.0 if file.isatty() else LOG_FILE_INTERVAL
         self._bar = _Bar(
             total=total_bytes,
             desc=f"{self._label} v{version}",
@@ -89,7 +94,8 @@ class TqdmProgress:
             file=file,
             leave=self._leave,
             dynamic_ncols=True,
-            mininterval=0.1 if file.isatty() else LOG_FILE_INTERVAL,
+            mininterval=quiet or 0.1,
+            delay=quiet,
         )
 
     def advance(self, *, nbytes: int, bucket: int) -> None:
@@ -103,6 +109,8 @@ class TqdmProgress:
         if status != "done":
             bar.leave = True
             bar.set_description(f"{bar.desc} {status}", refresh=False)
+        if bar.leave:
+            bar.delay = 0.0  # tqdm would show nothing of a bar that closes within its delay
         bar.close()
 
 

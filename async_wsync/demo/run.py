@@ -63,7 +63,7 @@ def run_demo(options: DemoOptions, *, out: Print = print) -> DemoResult:
 
 @contextmanager
 def _ray_cluster(options: DemoOptions) -> Iterator[None]:
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "warning", "namespace": "async-wsync-demo"}
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error", "namespace": "async-wsync-demo"}
     if options.address is not None:
         ray.init(address=options.address, **quiet)
     else:

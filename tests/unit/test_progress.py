@@ -84,8 +84,17 @@ def test_a_log_file_gets_a_few_lines_not_a_flood() -> None:
     for bucket in range(10_000):
         bar.advance(nbytes=1, bucket=bucket)
     bar.close(status="done")
-    assert file.getvalue().count("\r") <= 4
+    assert file.getvalue().count("\r") == 1
     assert "100%" in file.getvalue()
+
+
+def test_a_log_file_gets_nothing_of_a_short_bar_that_does_not_stay() -> None:
+    file = io.StringIO()
+    bar = TqdmProgress(file=file, leave=False)
+    bar.start(version=1, total_bytes=10, num_buckets=1)
+    bar.advance(nbytes=10, bucket=0)
+    bar.close(status="done")
+    assert file.getvalue() == ""
 
 
 def test_a_callable_hears_of_the_start_each_bucket_and_the_end() -> None:
