@@ -37,6 +37,9 @@ __all__ = [
     "torch_dtype",
 ]
 
+# One source and two receivers over gloo on 2 cores (torch 2.13, 32 MB in tensors of one size), time of direct
+# over packed: 3.0 at 64 KiB, 1.8 at 128 KiB, 0.99 at 256 KiB, 0.67 at 512 KiB, 0.44 at 1 MiB. A collective costs
+# 0.6 ms whatever its size; packing and unpacking cost about 1 ms a MB more than the wire.
 DIRECT_BYTES = 256 * 1024
 """From this size on a tensor goes from storage to storage, with a collective of its own."""
 
