@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Mapping
 
 from async_wsync.attempt import Attempt
 from async_wsync.calls import Sent, blame
-from async_wsync.errors import EngineDied, EngineReplaced, UpdateFailed, WeightSyncError
+from async_wsync.errors import EngineDied, EngineReplaced, EngineTimeout, UpdateFailed, WeightSyncError
 from async_wsync.types import EngineOutcome, EngineState, RolloutEngine
 
 __all__ = ["Aftermath", "table"]
@@ -47,7 +47,7 @@ class Aftermath:
         if not attempt.resumed:
             for failure in await attempt.continue_whole():
                 self.notes.append(f"not resumed: {failure}")
-        return self._error(cause, failed_in)
+        return self._error(cause, getattr(cause, "phase", "") or failed_in)
 
     def _break_up(self) -> list[asyncio.Task[None]]:
         """Break the groups that are in use; the engines are told too, since the source's leaving frees only some."""
@@ -68,10 +68,16 @@ class Aftermath:
 
     def _write_down(self, silent: Mapping[str, Sent], cause: BaseException) -> None:
         attempt = self._attempt
+        # An adapter that gave up waiting knows no more than we do about a call that never came back.
+        gave_up = {s.engine: s for s in attempt.calls.failures() if isinstance(s.failure, EngineTimeout)}
+        silent = {**gave_up, **silent}
         for sent in attempt.calls.succeeded("publish"):
             record = attempt.fleet.roster[sent.engine]
             if record.state is EngineState.UPDATING:
                 record.publish(attempt.update.version)
+        for sent in attempt.calls.succeeded("bucket"):
+            record = attempt.fleet.roster[sent.engine]
+            record.last_bucket = max(sent.bucket or 0, record.last_bucket or 0)
         for sent in attempt.calls.failures():
             record = attempt.fleet.roster[sent.engine]
             if record.error is None or isinstance(sent.failure, EngineDied):

@@ -65,13 +65,15 @@ class Attempt:
 
     def call(self, limit: float) -> Call:
         assert self.story.held is not None
-        return Call(source=self.source, fence=self.story.held.fence, timeout=limit)
+        # The deadline is ours. The adapter keeps asking through the drain, or a call could not settle in it.
+        patience = limit + self.settings.timeouts.drain
+        return Call(source=self.source, fence=self.story.held.fence, timeout=patience)
 
     def record(self, engine: RolloutEngine) -> EngineRecord:
         return self.fleet.roster[engine.name]
 
     async def _everyone(self, phase: str, verb: Callable[[RolloutEngine, Call], Any], *, field: str, **kw: Any) -> Any:
-        limit: float = getattr(self.settings.timeouts, field)
+        limit: float = getattr(self.settings.timeouts, field) + kw.pop("grace", 0.0)
         call = self.call(limit)
         engines: Iterable[RolloutEngine] = kw.pop("engines", self.engines)
         return await self.calls.everyone(phase, engines, lambda e: verb(e, call), limit=limit, field=field)
@@ -113,7 +115,8 @@ class Attempt:
             for engine in unsure:
                 self.record(engine).needs_reset = False
         with self.story.during("flush"):
-            await self._everyone("flush", flush, field="flush")
+            limit = self.settings.timeouts.flush
+            await self._everyone("flush", lambda e, c: flush(e, c, limit=limit), field="flush", grace=1.0)
         self.story.event("flushed")
         await self.begin()
 
@@ -245,9 +248,9 @@ class Attempt:
         engines = [e for e in self.engines if self.may_resume(e)]
         limit = self.settings.timeouts.resume
         call = self.call(limit)
-        sent = [self.calls.start(e, "resume", resume(e, call)) for e in engines]
+        sent = [self.calls.start(e, "resume", resume(e, call, limit=limit)) for e in engines]
         if sent:
-            await asyncio.wait({s.task for s in sent}, timeout=limit)
+            await asyncio.wait({s.task for s in sent}, timeout=limit + 1.0)
         for engine, one in zip(engines, sent, strict=True):
             self.record(engine).paused = not (one.task.done() and one.failure is None)
         self.calls.forget([s for s in sent if s.task.done() and s.failure is None])

@@ -121,9 +121,10 @@ class WeightBroadcaster:
         self._backend = backend
         self._progress = SafeProgress(make_progress(progress))
         self._on_event = on_event
-        self._master_address = master_address
         self.name = name or f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:6]}"
-        self._links = Links(source=self.name, topology=topology, master_address=master_address, timeouts=timeouts)
+        self._links = Links(
+            topology=topology, master_address=master_address, timeouts=timeouts, num_buffers=num_buffers
+        )
         self._version: int | None = None
         self._turn = asyncio.Lock()  # one update or change of members at a time in this process
         self._open = False
@@ -335,7 +336,7 @@ class WeightBroadcaster:
 
     def current_engines(self) -> tuple[str, ...]:
         """Names of the engines on the last published version: the ones to route requests to."""
-        return self._fleet.roster.current(self._version)
+        return self._fleet.roster.current()
 
     def _emit(self, event: UpdateEvent) -> None:
         if self._on_event is None:

@@ -171,7 +171,24 @@ def blame(first: BaseException, calls: EngineCalls, silent: Mapping[str, Sent]) 
         cause = own[0].failure
         assert cause is not None
         return cause, at_fault
+    if silent:
+        return _never_settled(silent), at_fault
     return first, at_fault
+
+
+def _never_settled(silent: Mapping[str, Sent]) -> EngineTimeout:
+    sent = next(iter(silent.values()))
+    where = sent.phase if sent.bucket is None else f"{sent.phase} {sent.bucket}"
+    names = ", ".join(sorted(silent))
+    return EngineTimeout(
+        f"{where}: {names} went silent: the broadcast broke for the others, and its call never settled "
+        "(Timeouts.drain). The engine may be stopped or cut off.",
+        engine=sent.engine,
+        phase=sent.phase,
+        bucket=sent.bucket,
+        field="drain",
+        waiting_for=tuple(sorted(silent)),
+    )
 
 
 def _renamed(error: EngineTimeout, culprits: set[str]) -> EngineTimeout:

@@ -51,11 +51,13 @@ class Link:
 class Links:
     """The update groups of one broadcaster."""
 
-    def __init__(self, *, source: str, topology: Topology, master_address: str | None, timeouts: Timeouts) -> None:
-        self._source = source
+    def __init__(self, *, topology: Topology, master_address: str | None, timeouts: Timeouts, num_buffers: int) -> None:
         self._topology = topology
         self._master_address = master_address
         self._timeouts = timeouts
+        # A bucket may wait on the wire behind those announced before it. Our own limit is the shorter one; this one
+        # is for members that we can no longer reach.
+        self._group_timeout = timeouts.bucket * num_buffers
         self._links: list[Link] = []
         self._epoch = 0
 
@@ -144,7 +146,7 @@ class Links:
             name=f"wsync-{self._epoch}-{uuid.uuid4().hex[:8]}",
             epoch=self._epoch,
             world_size=1 + sum(e.num_ranks for e in members),
-            timeout=self._timeouts.bucket,
+            timeout=self._group_timeout,
             connect_timeout=limit,
         )
         joins, ranks, offset = [], {}, 1

@@ -13,10 +13,10 @@ from async_wsync.types import Call, RolloutEngine
 __all__ = ["flush", "not_resumed", "resume"]
 
 
-async def flush(engine: RolloutEngine, call: Call) -> None:
+async def flush(engine: RolloutEngine, call: Call, *, limit: float) -> None:
     """Drop the cache. An engine that refuses for now is asked again until the limit, and its last answer kept."""
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + call.timeout
+    deadline = loop.time() + limit
     for tries in itertools.count(1):
         delay = full_jitter(tries, 1.0)
         try:
@@ -24,15 +24,15 @@ async def flush(engine: RolloutEngine, call: Call) -> None:
             return
         except EngineBusy as busy:
             if loop.time() + delay >= deadline:
-                refused = f"{engine.name}: flush refused for {call.timeout:g} s (Timeouts.flush)"
+                refused = f"{engine.name}: flush refused for {limit:g} s (Timeouts.flush)"
                 raise EngineFailed(f"{refused}; its last answer: {busy}", engine=engine.name, phase="flush") from busy
         await asyncio.sleep(delay)
 
 
-async def resume(engine: RolloutEngine, call: Call) -> None:
+async def resume(engine: RolloutEngine, call: Call, *, limit: float) -> None:
     """Continuing twice does no harm, staying paused does: so try again until the limit, unless it is dead."""
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + call.timeout
+    deadline = loop.time() + limit
     for tries in itertools.count(1):
         delay = full_jitter(tries, 1.0)
         try:

@@ -125,12 +125,8 @@ class Roster:
     def states(self) -> dict[str, EngineState]:
         return {name: record.state for name, record in self._records.items()}
 
-    def current(self, version: int | None) -> tuple[str, ...]:
-        return tuple(
-            n
-            for n, r in self._records.items()
-            if r.state is _S.CURRENT and version is not None and r.version == version
-        )
+    def current(self) -> tuple[str, ...]:
+        return tuple(name for name, record in self._records.items() if record.state is _S.CURRENT)
 
     def outcomes(self, names: Iterable[str] | None = None) -> dict[str, EngineOutcome]:
         return {n: self._records[n].outcome() for n in (self._records if names is None else names)}

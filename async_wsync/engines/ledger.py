@@ -92,13 +92,15 @@ class WeightLedger:
         session = self.session
         if session is None or session.update_id != update_id:
             now = "none is" if session is None else f"{session.update_id} is"
-            raise EngineFailed(f"update {update_id} is not open here ({now}): it was broken off, or never begun")
+            raise EngineFailed(
+                f"update {update_id} is not open here ({now}): it was broken off, or never begun", is_collective=True
+            )
         return session
 
     def check_open(self, session: Session) -> None:
         """EngineFailed if ``session`` was broken off meanwhile."""
         if self.session is not session:
-            raise EngineFailed(f"update {session.update_id} was broken off")
+            raise EngineFailed(f"update {session.update_id} was broken off", is_collective=True)
 
     def suspect(self, names: Iterable[str]) -> None:
         """From now on, and until a version with all of them is published, ``names`` may hold a mix."""
