@@ -27,8 +27,6 @@ PATIENCE = 1 / 20
 STONE_SECONDS = 600.0
 MAX_STONES = 20_000
 MAX_DEAD = 2_000
-#: After the server itself has been silent, waiters get this long to show themselves.
-GRACE = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,7 +249,7 @@ class LockState:
         if now - self.last_now > self.waiter_silence / 2:
             # Nobody was heard for long: we were stopped or cut off, so that silence says nothing about the waiters.
             for waiter in self.waiters.values():
-                waiter.last_poll = max(waiter.last_poll, now - self.waiter_silence + GRACE)
+                waiter.last_poll = max(waiter.last_poll, now - self.waiter_silence * 2 / 3)
         self.last_now = now
         limit = now - self.waiter_silence
         for waiter in [w for w in self.waiters.values() if w.last_poll < limit]:
