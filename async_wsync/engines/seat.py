@@ -14,9 +14,9 @@ from concurrent.futures import Future
 import torch
 
 from async_wsync.errors import EngineFailed
-from async_wsync.runtime.threads import DaemonWorker
 from async_wsync.runtime.group_member import GroupMember
 from async_wsync.runtime.rendezvous import join_group
+from async_wsync.runtime.threads import DaemonWorker
 from async_wsync.types import GroupSpec
 
 __all__ = ["GroupSeat", "done_future"]
@@ -65,14 +65,18 @@ class GroupSeat:
         return self._worker.submit(self._join)
 
     def _join(self) -> None:
-        if self.aborted:
-            raise EngineFailed(f"group {self.spec.name} was aborted before it was joined", is_collective=True)
+        self._check_not_aborted()
         member = join_group(self.spec, self.rank, member=self._name)
         with self._lock:
             self._member = member
-        if self.aborted:
+            aborted = self._aborted
+        if aborted:
             member.abort()
             member.close()
+        self._check_not_aborted()
+
+    def _check_not_aborted(self) -> None:
+        if self._aborted:
             raise EngineFailed(f"group {self.spec.name} was aborted while it was joined", is_collective=True)
 
     def expect(self, order: Sequence[int]) -> None:
