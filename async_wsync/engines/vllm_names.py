@@ -218,7 +218,7 @@ def _replace_loaders(model: nn.Module, trial: _Trial, info_of: Callable[[nn.Modu
                 storage=_storage(kernel.get(name)),
                 loader=had,
             )
-            tensor.weight_loader = _counter(target, _unwrapped(had), trial)  # type: ignore[attr-defined]
+            tensor.weight_loader = _counter(target, _unwrapped(had), trial)
             targets.append(target)
     return targets
 

@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from vllm.config import set_current_vllm_config
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -116,14 +118,28 @@ class WeightSyncEngine(WeightTransferEngine):  # type: ignore[misc]
             return self._receiver.handle(request)
 
     def _answer_unseen(self, request: str) -> dict[str, Any]:
-        """vLLM drops the answers of all data parallel replicas but the first; only an exception comes through."""
-        fields = json.loads(request)
-        if fields["verb"] == "poll":
-            request = json.dumps(fields | {"wait": _UNSEEN_WAIT})
-        reply = self._receiver.handle(request)
-        if reply["failure"] is not None or not reply["done"]:
-            raise RuntimeError(UNSEEN_REPLICA + json.dumps(reply))
-        return reply
+        """vLLM drops the answers of all data parallel replicas but the first; only an exception comes through.
+
+        The last worker raises it, for all: by then vLLM has taken the other workers' answers from their queues.
+        """
+        polls = json.loads(request)["verb"] == "poll"
+        if polls:
+            request = json.dumps(json.loads(request) | {"wait": _UNSEEN_WAIT})
+        replies = self._replica_answers(self._receiver.handle(request))
+        failed = [r for r in replies if r["failure"] is not None]
+        told = failed or [r for r in replies if polls and not r["done"]]
+        if told and self.parallel_config.rank == self.parallel_config.world_size - 1:
+            raise RuntimeError(UNSEEN_REPLICA + json.dumps(told[0]))
+        return replies[-1]
+
+    def _replica_answers(self, reply: dict[str, Any]) -> list[dict[str, Any]]:
+        """The answers of all tensor parallel workers of this replica, which were all asked the same."""
+        if self.parallel_config.tensor_parallel_size == 1:
+            return [reply]
+        group = get_tp_group().cpu_group
+        replies: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(replies, reply, group=group)
+        return replies
 
     # vLLM's own cycle. ``collective_rpc`` of several workers does not survive an exception, so none is raised.
 
