@@ -44,7 +44,7 @@ class Aftermath:
         cause, self.at_fault = blame(self._first, attempt.calls, silent)
         self._write_down(silent, cause)
         await self._close_sessions()
-        if not attempt.resumed:
+        if not attempt.resumed and attempt.story.held is not None:
             for failure in await attempt.continue_whole():
                 self.notes.append(f"not resumed: {failure}")
         return self._error(cause, getattr(cause, "phase", "") or failed_in)
@@ -54,8 +54,8 @@ class Aftermath:
         attempt = self._attempt
         stuck = {s.engine for s in attempt.calls.pending() if s.bucket is not None}
         moving = any(attempt.record(e).touched for e in attempt.engines) and not attempt.ended
-        if not moving and not stuck:
-            return []
+        if attempt.story.held is None or not (moving or stuck):
+            return []  # without the lock nothing of ours is under way
         tasks = []
         for link in attempt.used:
             link.abort()
@@ -109,7 +109,7 @@ class Aftermath:
         """End what `begin` opened wherever an engine still answers, so that a whole one can serve again."""
         attempt = self._attempt
         open_ones = [e for e in attempt.engines if attempt.record(e).needs_reset and self._reachable(e)]
-        if not attempt.begun or not open_ones:
+        if not attempt.begun or not open_ones or attempt.story.held is None:
             return
         limit = min(attempt.settings.timeouts.begin, attempt.settings.timeouts.drain)
         call = attempt.call(limit)

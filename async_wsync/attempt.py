@@ -80,10 +80,14 @@ class Attempt:
 
     # ------------------------------------------------------------------------- steps
 
-    async def check(self) -> None:
-        """Agree on the manifest with every engine, before anything is paused, let alone sent."""
+    async def check(self, whole: UpdateSpec | None = None) -> None:
+        """Agree on the manifest with every engine, before anything is paused, let alone sent.
+
+        ``whole``: what all sources of a round send together.
+        """
+        update = whole or self.update
         with self.story.during("check"):
-            notes = await self._everyone("check", lambda e, c: e.check(c, self.update), field="begin")
+            notes = await self._everyone("check", lambda e, c: e.check(c, update), field="begin")
         for engine in self.engines:
             self.record(engine).notes.extend(notes[engine.name])
 
@@ -127,6 +131,30 @@ class Attempt:
                 self.record(engine).needs_reset = True  # until its end has been acknowledged
             await self._everyone("begin", lambda e, c: e.begin(c, self._spec_for(e)), field="begin")
         self.story.event("begun")
+
+    async def join(self) -> None:
+        """Add our part to an update that the leader of our round has opened."""
+        self.mark_updating()
+        await self.connect()
+        await self.begin()
+
+    def mark_updating(self) -> None:
+        """Another source has opened the update, and may have sent."""
+        for engine in self.engines:
+            record = self.record(engine)
+            if record.state in (EngineState.LOST, EngineState.UPDATING):
+                record.touched = True
+                continue
+            record.begin()
+            record.touched = record.paused = record.needs_reset = True
+
+    def published_by_leader(self) -> None:
+        """The leader has ended, published and resumed."""
+        self.fleet.roster.published(self.update.version, [e.name for e in self.engines])
+        for engine in self.engines:
+            self.record(engine).paused = self.record(engine).needs_reset = False
+        self.story.published = True
+        self.story.event("published")
 
     def _spec_for(self, engine: RolloutEngine) -> UpdateSpec:
         for link in self.used:

@@ -21,6 +21,7 @@ import os
 import socket
 import uuid
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -32,6 +33,8 @@ from async_wsync.links import Links, Topology
 from async_wsync.no_lock import NoLock
 from async_wsync.progress import SafeProgress, make_progress
 from async_wsync.report import UpdateReport
+from async_wsync.round_update import RoundUpdate
+from async_wsync.rounds import UpdateRound
 from async_wsync.runtime.cancellation import finish
 from async_wsync.sources.pump import SourcePump
 from async_wsync.story import Settings, Story, Verify
@@ -215,12 +218,14 @@ class WeightBroadcaster:
         verify: Verify | None = None,
         pause_mode: PauseMode | str | None = None,
         atomic_groups: Sequence[str] = (),
+        round: UpdateRound | None = None,
     ) -> UpdateReport:
         """Bring every engine to ``version`` with the tensors of ``source``.
 
         ``strict=False`` lets the source name only a part of an engine's tensors. ``verify`` compares checksums before
         the version is published: of the "engines" with each other, or of each with the "source".
         ``atomic_groups``: regular expressions; tensors whose names match one travel in one bucket.
+        ``round``: send ``source`` as one part of an update that several sources share; see `UpdateRound`.
 
         Raises ValueError (a bad argument, nothing touched), `EngineRejected` (the engines and the source disagree on
         names, shapes or types; nothing touched), `LockError`, and `UpdateFailed` for all that goes wrong after that.
@@ -236,11 +241,15 @@ class WeightBroadcaster:
                 verify=verify,
                 pause_mode=self._settings.pause_mode if pause_mode is None else _pause_mode(pause_mode),
                 atomic_groups=atomic_groups,
+                round=round,
             )
 
-    async def _run(self, source: WeightSource, *, version: int, **options: Any) -> UpdateReport:
+    async def _run(
+        self, source: WeightSource, *, version: int, round: UpdateRound | None = None, **options: Any
+    ) -> UpdateReport:
         story = Story(version=version, emit=self._emit)
-        update = Update(
+        kind: Callable[..., Update] = Update if round is None else partial(RoundUpdate, member=round.member(self.name))
+        update = kind(
             fleet=self._fleet,
             links=self._links,
             lock=self._lock,

@@ -32,8 +32,11 @@ class _Identity:
 class LockLink:
     """Looks the actor up at first use, off the loop, and registers this process for the server's obituaries."""
 
-    def __init__(self, *, name: str, namespace: str | None, handle: Any, beacon: bool) -> None:
+    def __init__(
+        self, *, name: str, namespace: str | None, handle: Any, beacon: bool, what: str = "lock"
+    ) -> None:
         self.name = name
+        self.what = what
         self.namespace = namespace
         self.handle = handle
         self.beacon = beacon
@@ -51,7 +54,7 @@ class LockLink:
                     self.handle = await worker.run(self._look_up)
                 self._identity = await worker.run(self._introduce)
         except TimeoutError as error:
-            raise LockUnavailable(f"lock {self.name!r}: Ray did not answer within {timeout:g} s") from error
+            raise LockUnavailable(f"{self.what} {self.name!r}: Ray did not answer within {timeout:g} s") from error
         finally:
             worker.close()
 
@@ -82,9 +85,9 @@ class LockLink:
     async def answer(self, ref: Any, *, timeout: float) -> Any:
         try:
             async with asyncio.timeout(timeout):
-                return await await_ref(ref, what=f"lock {self.name!r}")
+                return await await_ref(ref, what=f"{self.what} {self.name!r}")
         except RemoteRaised as error:
-            raise LockError(f"the lock server of {self.name!r} failed: {error}") from error.cause
+            raise LockError(f"the server of {self.what} {self.name!r} failed: {error}") from error.cause
         except RemoteDied as error:
             if error.certain:
                 raise self.gone(error) from error
@@ -92,7 +95,7 @@ class LockLink:
 
     def gone(self, why: object) -> LockUnavailable:
         return LockUnavailable(
-            f"lock {self.name!r} is gone: {why}. A lock lives as long as the process that created it, unless it was "
+            f"{self.what} {self.name!r} is gone: {why}. It lives as long as the process that created it, unless it was "
             "created with lifetime='detached'."
         )
 
@@ -103,7 +106,7 @@ class LockLink:
             return ray.get_actor(self.name, namespace=self.namespace)
         except ValueError as error:
             raise LockUnavailable(
-                f"there is no lock {self.name!r} in namespace {self.namespace or 'of this job'!r}: it was never "
+                f"there is no {self.what} {self.name!r} in namespace {self.namespace or 'of this job'!r}: it was never "
                 "created, or the process that created it has ended"
             ) from error
 

@@ -78,12 +78,8 @@ class Update:
         try:
             spec = await self._plan()
             engines = await self._greet()
-            self.progress.start(
-                version=spec.version, total_bytes=sum(b.nbytes for b in spec.buckets), num_buckets=len(spec.buckets)
-            )
-            async with self._hold():
-                self.committed = True
-                await self._attempts(spec, engines)
+            self._start_bar(spec)
+            await self._carry_out(spec, engines)
             status = "done"
             return self._report(spec)
         finally:
@@ -92,9 +88,18 @@ class Update:
             await finish(self.pump.aclose())
             self.story.event("update_finished" if status == "done" else "update_failed")
 
+    @property
+    def _may_be_empty(self) -> bool:
+        return self.allow_empty
+
+    def _start_bar(self, spec: UpdateSpec) -> None:
+        self.progress.start(
+            version=spec.version, total_bytes=sum(b.nbytes for b in spec.buckets), num_buckets=len(spec.buckets)
+        )
+
     async def _plan(self) -> UpdateSpec:
         manifest: Manifest = await self.pump.manifest()
-        if not manifest.params and not self.allow_empty:
+        if not manifest.params and not self._may_be_empty:
             raise ValueError("the source has no tensors; allow_empty=True publishes the version all the same")
         buckets = await self.pump.plan(bucket_bytes=self.settings.bucket_bytes, atomic_groups=self.atomic_groups)
         self.story.event("update_started")
@@ -151,21 +156,32 @@ class Update:
                 )
                 self.story.held = await stack.enter_async_context(hold)
             self.story.event("lock_acquired")
-            yield
+            self.committed = True
+            try:
+                yield
+            finally:
+                self.story.held = None
 
-    async def _attempts(self, spec: UpdateSpec, engines: list[RolloutEngine]) -> None:
+    async def _carry_out(self, spec: UpdateSpec, engines: list[RolloutEngine]) -> None:
         """Try; where a failure is some engines' fault and the others may go on, try again without those."""
-        while True:
-            attempt = self._attempt(spec, engines)
-            failure = await self._try(attempt)
-            if failure is None:
-                return
-            engines = self._survivors(attempt, failure)
-            self.story.rebuilds += 1
-            self.story.dropped.extend(failure.at_fault)
-            self.progress.start(
-                version=spec.version, total_bytes=sum(b.nbytes for b in spec.buckets), num_buckets=len(spec.buckets)
-            )
+        async with self._hold():
+            while True:
+                attempt = self._attempt(spec, engines)
+                try:
+                    async with self._settled(attempt):
+                        await self._bracket(attempt)
+                    return await self._serve_again(attempt)
+                except UpdateFailed as failure:
+                    engines = self._survivors(attempt, failure)
+                self.story.rebuilds += 1
+                self._start_bar(spec)
+
+    async def _bracket(self, attempt: Attempt) -> None:
+        await attempt.check()
+        await attempt.connect()
+        await attempt.open()
+        await attempt.send()
+        await attempt.close(self.verify)
 
     def _attempt(self, spec: UpdateSpec, engines: list[RolloutEngine]) -> Attempt:
         return Attempt(
@@ -185,16 +201,13 @@ class Update:
             should_stop=lambda: self.stopped,
         )
 
-    async def _try(self, attempt: Attempt) -> UpdateFailed | None:
+    @asynccontextmanager
+    async def _settled(self, attempt: Attempt) -> AsyncIterator[None]:
+        """Whatever happens inside, nothing of it is under way any more when this is left."""
         first: BaseException | None = None
-        failure: UpdateFailed | None = None
         done = False
         try:
-            await attempt.check()
-            await attempt.connect()
-            await attempt.open()
-            await attempt.send()
-            await attempt.close(self.verify)
+            yield
             done = True
         except Exception as error:
             first = error
@@ -202,33 +215,35 @@ class Update:
             # Also on the way out of a cancellation, which here means that the lease was lost.
             if not done:
                 first = first or sys.exception() or Cancelled("the update was cancelled from within")
-                failure = await finish(Aftermath(attempt, first).run(), name="settling a failed update")
-        if failure is None:
-            return await self._serve_again(attempt)
-        if isinstance(failure.__cause__, EngineRejected):
-            # Refused before anything was touched: the refusal says it all.
-            raise failure.__cause__
-        return failure
+                failure = await finish(self._settle(attempt, first), name="settling a failed update")
+        if not done:
+            # A refused manifest says it all: nothing was touched.
+            raise failure.__cause__ if isinstance(failure.__cause__, EngineRejected) else failure
 
-    async def _serve_again(self, attempt: Attempt) -> UpdateFailed | None:
+    async def _settle(self, attempt: Attempt, first: BaseException) -> UpdateFailed:
+        return await Aftermath(attempt, await self._explain(attempt, first)).run()
+
+    async def _explain(self, attempt: Attempt, first: BaseException) -> BaseException:
+        return first
+
+    async def _serve_again(self, attempt: Attempt) -> None:
         """The version is out, and nothing takes it back. An engine that can't be told to go on is lost all the same."""
         failures = await attempt.resume()
         if not failures and not attempt.calls.pending():
-            return None
+            return
         first = failures[0] if failures else Cancelled("left behind during the update")
         failure = await finish(Aftermath(attempt, first).run(), name="settling the engines left behind")
-        if not failures:
-            return None
         behind = {f.engine for f in failures}
+        for name in behind:
+            self.fleet.roster[name].lose()
         left = len(attempt.engines) - len(behind)
-        if self.settings.on_engine_failure == "drop" and left >= self.settings.min_engines:
-            for name in behind:
-                self.fleet.roster[name].lose()
-            self.story.dropped.extend(sorted(behind))
-            return None
-        raise failure
+        if behind and (self.settings.on_engine_failure == "raise" or left < self.settings.min_engines):
+            raise failure
+        self.story.dropped.extend(sorted(behind))
 
     def _survivors(self, attempt: Attempt, failure: UpdateFailed) -> list[RolloutEngine]:
+        if self.story.published:
+            raise failure
         left = [e for e in attempt.engines if e.name not in failure.at_fault]
         may = self.settings.on_engine_failure == "drop" and bool(failure.at_fault)
         interrupted = self.interrupt.reason is not None or self.stopped is not None
@@ -237,6 +252,7 @@ class Update:
         if self.story.rebuilds >= self.settings.max_rebuilds:
             failure.add_note(f"gave up after {self.story.rebuilds} rebuilds (max_rebuilds)")
             raise failure
+        self.story.dropped.extend(failure.at_fault)
         return left
 
     # -------------------------------------------------------------- the end, and other ends

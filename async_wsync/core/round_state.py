@@ -1,0 +1,220 @@
+"""Several sources, one update: who is there, who has sent, and whether it still holds. Pure.
+
+    gathering -> opening -> sending -> closing -> done
+         \\----------\\----------\\---------\\----> failed
+
+All sources of a round move together. The first to join leads: it alone opens and closes the bracket. Whatever goes
+wrong for one ends the round for all. ``now`` is a monotonic time in seconds.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+__all__ = ["Phase", "RoundState", "View"]
+
+
+class Phase(enum.StrEnum):
+    GATHERING = "gathering"  # sources join
+    OPENING = "opening"  # the leader pauses the engines and begins
+    SENDING = "sending"  # every source sends its part
+    CLOSING = "closing"  # the leader ends, publishes and resumes
+    DONE = "done"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """A round as one of its sources sees it. ``waiting_for``: the sources that the phase still lacks."""
+
+    round_id: str
+    version: int
+    phase: Phase
+    leader: str
+    waiting_for: tuple[str, ...] = ()
+    failed_source: str = ""
+    failure: str = ""
+
+
+@dataclass(slots=True)
+class _Round:
+    round_id: str
+    version: int
+    engines: tuple[str, ...]
+    phase: Phase = Phase.GATHERING
+    sources: dict[str, float] = field(default_factory=dict)  # name to when it was last heard
+    clients: dict[str, str] = field(default_factory=dict)  # process to source
+    sent: set[str] = field(default_factory=set)
+    failed_source: str = ""
+    failure: str = ""
+
+    @property
+    def over(self) -> bool:
+        return self.phase in (Phase.DONE, Phase.FAILED)
+
+    @property
+    def leader(self) -> str:
+        return next(iter(self.sources), "")
+
+
+class RoundState:
+    """One round after another, among ``num_sources`` sources.
+
+    A source that is silent for ``silence`` seconds fails its round.
+    """
+
+    def __init__(self, *, num_sources: int, silence: float, prefix: str = "round") -> None:
+        if num_sources < 1:
+            raise ValueError(f"num_sources must be at least 1, got {num_sources}")
+        self._num_sources = num_sources
+        self._silence = silence
+        self._prefix = prefix  # tells the rounds of one server from those of the next
+        self._rounds: dict[str, _Round] = {}
+        self._count = 0
+
+    def join(self, source: str, client: str, *, version: int, engines: tuple[str, ...], now: float) -> View:
+        """Take part in the next update. Repeatable; ValueError where this source disagrees with those already there."""
+        current = self._current()
+        if current is None or current.over:
+            self._count += 1
+            current = _Round(f"{self._prefix}-{self._count}", version, engines)
+            self._rounds[current.round_id] = current
+            self._forget()
+        if source not in current.sources:
+            self._admit(current, source, version, engines)
+        current.sources[source] = now
+        current.clients[client] = source
+        if len(current.sources) == self._num_sources and current.phase is Phase.GATHERING:
+            current.phase = Phase.OPENING
+        return self.view(current.round_id, source, now=now)
+
+    def _admit(self, current: _Round, source: str, version: int, engines: tuple[str, ...]) -> None:
+        if current.phase is not Phase.GATHERING:
+            raise ValueError(
+                f"source {source!r} comes to {current.round_id}, which already runs with {', '.join(current.sources)}: "
+                f"more than {self._num_sources} sources, or one that was replaced too early; try again once it is over"
+            )
+        if version != current.version:
+            raise ValueError(
+                f"source {source!r} brings version {version}, but {current.leader!r} version {current.version}"
+            )
+        if sorted(engines) != sorted(current.engines):
+            raise ValueError(
+                f"source {source!r} sends to {sorted(engines)}, but {current.leader!r} to {sorted(current.engines)}"
+            )
+
+    def view(self, round_id: str, source: str, *, now: float) -> View:
+        """How the round stands; asking also says that ``source`` is alive."""
+        current = self._rounds.get(round_id)
+        if current is None:
+            return View(
+                round_id=round_id,
+                version=0,
+                phase=Phase.FAILED,
+                leader="",
+                failure="the round is not known here: its actor was restarted, or it is long over",
+            )
+        if source in current.sources:
+            current.sources[source] = now
+        self._notice_silence(current, now)
+        return View(
+            round_id=round_id,
+            version=current.version,
+            phase=current.phase,
+            leader=current.leader,
+            waiting_for=self._waiting_for(current),
+            failed_source=current.failed_source,
+            failure=current.failure,
+        )
+
+    def opened(self, round_id: str, source: str, *, now: float) -> View:
+        """The leader has begun the update on every engine."""
+        self._step(round_id, source, Phase.OPENING, Phase.SENDING)
+        return self.view(round_id, source, now=now)
+
+    def sent(self, round_id: str, source: str, *, now: float) -> View:
+        """``source`` has delivered its part; repeatable."""
+        current = self._rounds.get(round_id)
+        if current is not None and current.phase is Phase.SENDING and source in current.sources:
+            current.sent.add(source)
+            if len(current.sent) == self._num_sources:
+                current.phase = Phase.CLOSING
+        return self.view(round_id, source, now=now)
+
+    def closed(self, round_id: str, source: str, *, now: float) -> View:
+        """The leader has published the version."""
+        self._step(round_id, source, Phase.CLOSING, Phase.DONE)
+        return self.view(round_id, source, now=now)
+
+    def fail(self, round_id: str, source: str, why: str, *, now: float) -> View:
+        """``source`` can't go on, so nobody does. The first reason stays; a round that is over is not changed."""
+        current = self._rounds.get(round_id)
+        if current is not None and not current.over:
+            self._fail(current, source, why)
+        return self.view(round_id, source, now=now)
+
+    def died(self, client: str, why: str) -> None:
+        """A process is gone. One that took part before is missed already while the next round gathers."""
+        current = self._current()
+        if current is None or current.over:
+            return
+        source = current.clients.get(client)
+        earlier = (r.clients.get(client) for r in self._rounds.values() if r is not current)
+        missed = next((name for name in earlier if name is not None), None)
+        if source is not None:
+            self._fail(current, source, why)
+        elif missed is not None and missed not in current.sources:
+            self._fail(current, missed, why)
+
+    def status(self, *, now: float) -> dict[str, object]:
+        current = self._current()
+        if current is None:
+            return {"num_sources": self._num_sources, "round": None}
+        return {
+            "num_sources": self._num_sources,
+            "round": current.round_id,
+            "version": current.version,
+            "phase": str(current.phase),
+            "leader": current.leader,
+            "sources": {name: round(now - heard, 3) for name, heard in current.sources.items()},
+            "waiting_for": list(self._waiting_for(current)),
+            "failure": current.failure,
+        }
+
+    # ------------------------------------------------------------------------
+
+    def _current(self) -> _Round | None:
+        return next(reversed(self._rounds.values()), None) if self._rounds else None
+
+    def _step(self, round_id: str, source: str, before: Phase, after: Phase) -> None:
+        current = self._rounds.get(round_id)
+        if current is not None and source == current.leader and current.phase is before:
+            current.phase = after
+
+    def _fail(self, current: _Round, source: str, why: str) -> None:
+        current.phase = Phase.FAILED
+        current.failed_source, current.failure = source, why
+
+    def _notice_silence(self, current: _Round, now: float) -> None:
+        if current.over:
+            return
+        for source, heard in current.sources.items():
+            if now - heard > self._silence:
+                self._fail(current, source, f"nothing heard of it for {now - heard:.1f} s")
+                return
+
+    def _waiting_for(self, current: _Round) -> tuple[str, ...]:
+        match current.phase:
+            case Phase.GATHERING:
+                return (f"{self._num_sources - len(current.sources)} more sources",)
+            case Phase.OPENING | Phase.CLOSING:
+                return (current.leader,)
+            case Phase.SENDING:
+                return tuple(name for name in current.sources if name not in current.sent)
+            case _:
+                return ()
+
+    def _forget(self) -> None:
+        while len(self._rounds) > 8:
+            del self._rounds[next(iter(self._rounds))]

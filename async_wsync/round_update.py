@@ -1,0 +1,161 @@
+"""One source's way through an update that several sources share; see `rounds`.
+
+The leader opens the bracket, everyone sends under the lock, the leader closes it. The lock is never held while
+waiting for another source. Each stretch under the lock is settled before the lock goes, as in a lone update.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+from async_wsync.aftermath import Aftermath
+from async_wsync.attempt import Attempt
+from async_wsync.core.round_state import Phase
+from async_wsync.engines.protocol import pack_update, unpack_update
+from async_wsync.errors import Cancelled, UpdateFailed
+from async_wsync.rounds import RoundMember
+from async_wsync.runtime.cancellation import finish
+from async_wsync.types import Manifest, ParamMeta, RolloutEngine, UpdateSpec
+from async_wsync.update import Update
+
+__all__ = ["RoundUpdate"]
+
+
+@dataclass(eq=False, kw_only=True)
+class RoundUpdate(Update):
+    """An update as member of a round. Engine failures end it for all sources, whatever ``on_engine_failure`` says."""
+
+    member: RoundMember
+    opened: bool = field(default=False, init=False)
+
+    async def _carry_out(self, spec: UpdateSpec, engines: list[RolloutEngine]) -> None:
+        done = False
+        try:
+            await self._gather(spec, engines)
+            attempt = self._attempt(replace(spec, update_id=self.member.update_id, strict=False), engines)
+            await self._take_part(attempt, spec)
+            done = True
+        finally:
+            if not done:
+                why = sys.exception() or Cancelled("it gave up")
+                await finish(self.member.give_up(str(why) or "cancelled"), name="leaving a failed round")
+
+    async def _gather(self, spec: UpdateSpec, engines: list[RolloutEngine]) -> None:
+        """Wait until all sources are there. Nothing has been touched yet."""
+        with self.story.during("gather"):
+            packed = pack_update(replace(spec, buckets=()))
+            names = tuple(engine.name for engine in engines)
+            await self.member.join(version=spec.version, engines=names, manifest=packed)
+            limit = self.settings.timeouts.lock
+            await self.member.until(Phase.OPENING, Phase.SENDING, Phase.CLOSING, interrupt=self.interrupt, limit=limit)
+
+    async def _take_part(self, attempt: Attempt, spec: UpdateSpec) -> None:
+        watch = asyncio.get_running_loop().create_task(self.member.watch(self.interrupt), name="wsync round watch")
+        try:
+            async with self._failing_with_the_round(attempt):
+                await (self._lead(attempt, spec) if self.member.leads else self._follow(attempt))
+        finally:
+            watch.cancel()
+
+    # -------------------------------------------------------------------------- the two roles
+
+    async def _lead(self, attempt: Attempt, spec: UpdateSpec) -> None:
+        async with self._turn(attempt):
+            whole = replace(spec, manifest=await self._union(), buckets=())
+            await attempt.check(whole)
+            await attempt.connect()
+            await attempt.open()
+            self.opened = True
+            await self._tell("opened")
+            if self.settings.lock_scope == "update":
+                await attempt.send()
+        if self.settings.lock_scope == "bucket":
+            await attempt.send()
+        await self._tell("sent")
+        await self._until(Phase.CLOSING)
+        async with self._turn(attempt):
+            await attempt.close(self.verify)
+            await self._tell("closed")
+            await self._serve_again(attempt)
+
+    async def _follow(self, attempt: Attempt) -> None:
+        await self._until(Phase.SENDING)
+        self.opened = True
+        if attempt.update.buckets:
+            async with self._turn(attempt):
+                await attempt.join()
+                if self.settings.lock_scope == "update":
+                    await attempt.send()
+            if self.settings.lock_scope == "bucket":
+                await attempt.send()
+        else:
+            attempt.mark_updating()
+        await self._tell("sent")
+        await self._until(Phase.DONE)
+        attempt.published_by_leader()
+
+    async def _union(self) -> Manifest:
+        """All parts as one manifest, for the strict check. ValueError where two sources send one name."""
+        params: dict[str, ParamMeta] = {}
+        aliases: dict[str, str] = {}
+        for source, packed in (await self.member.manifests()).items():
+            part = unpack_update(packed).manifest
+            for meta in part.params:
+                if meta.name in params:
+                    raise ValueError(f"{meta.name!r} is sent by source {source!r} and by another source of the round")
+                params[meta.name] = meta
+            aliases.update(part.aliases)
+        return Manifest(params=tuple(params.values()), aliases=tuple(aliases.items()))
+
+    # ---------------------------------------------------------------------------- the round
+
+    @property
+    def _may_be_empty(self) -> bool:
+        return True  # a source with nothing to send takes part all the same
+
+    async def _tell(self, verb: str) -> None:
+        await self.member.tell(verb)
+
+    async def _until(self, phase: Phase) -> None:
+        with self.story.during("wait for sources"):
+            await self.member.until(phase, Phase.DONE, interrupt=self.interrupt)
+
+    @asynccontextmanager
+    async def _turn(self, attempt: Attempt) -> AsyncIterator[None]:
+        """The lock, for a stretch of the round; given back only once the stretch has settled."""
+        async with self._hold(), self._settled(attempt):
+            yield
+
+    def _attempt(self, spec: UpdateSpec, engines: list[RolloutEngine]) -> Attempt:
+        attempt = super()._attempt(spec, engines)
+        if self.settings.lock_scope == "bucket":
+            attempt.turn = lambda: self._turn(attempt)
+        return attempt
+
+    @asynccontextmanager
+    async def _failing_with_the_round(self, attempt: Attempt) -> AsyncIterator[None]:
+        """A failure between two turns has nothing under way: only write down what became of the engines."""
+        failure: Exception | None = None
+        try:
+            yield
+        except UpdateFailed:
+            raise
+        except Exception as error:
+            failure = error
+        if failure is not None:
+            raise await Aftermath(attempt, await self._explain(attempt, failure)).run()
+
+    async def _explain(self, attempt: Attempt, first: BaseException) -> BaseException:
+        """Our failure is everyone's, and at once. Theirs, where it came first, is the better explanation of ours."""
+        await self.member.give_up(str(first))
+        if self.opened:
+            attempt.mark_updating()  # whatever we did, another source may have sent
+        failed = self.member.failure
+        if failed is None or failed.source == self.source:
+            return first
+        failed.__cause__ = first if first is not failed else None
+        return failed

@@ -1,0 +1,252 @@
+"""`UpdateRound`: several sources, one update.
+
+Pipeline stages each own a part of the model. In a round their updates become one: the engines are paused once, every
+source sends its part under the lock, and the version is published only if all parts arrived. If one source fails or
+dies, all learn it, the engines stay torn and paused, and the next round heals them.
+
+    round_ = UpdateRound.create(name="pp", num_sources=2)                       # in the driver
+    await broadcaster.update_weights(source, version=7, round=round_)           # in each source
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from typing import Any
+
+from async_wsync.calls import Interrupt
+from async_wsync.core.round_state import Phase, RoundState, View
+from async_wsync.errors import LockError, RoundFailed
+from async_wsync.lock_link import LockLink
+from async_wsync.lock_watch import ClientCard, Obituaries
+from async_wsync.runtime.object_refs import RemoteDied
+
+__all__ = ["RoundMember", "RoundServer", "UpdateRound"]
+
+logger = logging.getLogger("async_wsync")
+
+_POLL_FIRST, _POLL_LAST = 0.005, 0.25
+_ANSWER = 5.0  # seconds for one answer of the round's actor
+
+
+class RoundServer:
+    """The Ray actor of an `UpdateRound`: `core.round_state` with a clock and obituaries. Its methods never wait."""
+
+    def __init__(self, *, num_sources: int, silence: float) -> None:
+        prefix = f"round-{uuid.uuid4().hex[:8]}"
+        self._state = RoundState(num_sources=num_sources, silence=silence, prefix=prefix)
+        self._obituaries = Obituaries()
+        self._manifests: dict[str, dict[str, bytes]] = {}
+
+    def watch(self, card: ClientCard, refs: list[Any], beacon: Any = None) -> str:
+        return self._obituaries.watch(card, refs[0] if refs else None, beacon)
+
+    def join(self, source: str, client: str, version: int, engines: tuple[str, ...], manifest: bytes) -> View:
+        view = self._state.join(source, client, version=version, engines=engines, now=self._now())
+        self._obituaries.heard(client)
+        self._manifests.setdefault(view.round_id, {})[source] = manifest
+        while len(self._manifests) > 2:
+            del self._manifests[next(iter(self._manifests))]
+        return view
+
+    def manifests(self, round_id: str) -> dict[str, bytes]:
+        """Source to its packed part."""
+        return self._manifests.get(round_id, {})
+
+    def tell(self, verb: str, round_id: str, source: str, client: str, *args: str) -> View:
+        """``verb``: view, opened, sent, closed or fail."""
+        self._obituaries.heard(client)
+        step = {
+            "view": self._state.view,
+            "opened": self._state.opened,
+            "sent": self._state.sent,
+            "closed": self._state.closed,
+            "fail": self._state.fail,
+        }[verb]
+        view: View = step(round_id, source, *args, now=self._now())  # type: ignore[operator]
+        return view
+
+    def status(self) -> dict[str, object]:
+        return self._state.status(now=self._now())
+
+    def _now(self) -> float:
+        for client, why in self._obituaries.drain():
+            self._state.died(client, why)
+        return time.monotonic()
+
+
+class UpdateRound:
+    """A handle on a named round of ``num_sources`` sources, used for one update after another. Picklable.
+
+    ``silence``: seconds without a word from a source after which the round fails for all; a source whose process
+    ends is noticed within 2 s whatever this says.
+    """
+
+    def __init__(self, *, name: str, namespace: str | None = None, handle: Any = None) -> None:
+        if not name:
+            raise ValueError("a round needs a name")
+        self.name = name
+        self.namespace = namespace
+        self._link = LockLink(name=name, namespace=namespace, handle=handle, beacon=False, what="round")
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        name: str,
+        num_sources: int,
+        namespace: str | None = None,
+        silence: float = 30.0,
+        lifetime: str | None = None,
+    ) -> UpdateRound:
+        """The round called ``name``, made now if there is none. It lives as long as the process that made it, or,
+        with ``lifetime="detached"``, until it is killed."""
+        if num_sources < 1:
+            raise ValueError(f"num_sources must be at least 1, got {num_sources}")
+        import ray
+
+        namespace = namespace or ray.get_runtime_context().namespace
+        handle = (
+            ray.remote(RoundServer)
+            .options(
+                name=name,
+                namespace=namespace,
+                get_if_exists=True,
+                lifetime=lifetime,
+                num_cpus=0,
+                max_concurrency=1,
+                enable_task_events=False,
+            )
+            .remote(num_sources=num_sources, silence=silence)
+        )
+        return cls(name=name, namespace=namespace, handle=handle)
+
+    @classmethod
+    def connect(cls, *, name: str, namespace: str | None = None) -> UpdateRound:
+        """The round called ``name``, which must exist by the time of its first use."""
+        import ray
+
+        return cls(name=name, namespace=namespace or ray.get_runtime_context().namespace)
+
+    def __repr__(self) -> str:
+        return f"<UpdateRound {self.name!r} in {self.namespace!r}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self.name, self.namespace, self._link.handle)
+
+    async def status(self) -> dict[str, Any]:
+        """Plain data: ``round``, ``version``, ``phase``, ``leader``, ``sources`` (seconds since heard), ``failure``."""
+        await self._link.ready(_ANSWER)
+        answer: dict[str, Any] = await self._link.ask("status", timeout=_ANSWER)
+        return answer
+
+    def member(self, source: str) -> RoundMember:
+        return RoundMember(self.name, self._link, source)
+
+
+class RoundMember:
+    """One source's part in one round. Every error here is a `RoundFailed`."""
+
+    def __init__(self, name: str, link: LockLink, source: str) -> None:
+        self._name = name
+        self._link = link
+        self._source = source
+        self._version = 0
+        self.view: View | None = None
+
+    @property
+    def leads(self) -> bool:
+        return self.view is not None and self.view.leader == self._source
+
+    @property
+    def update_id(self) -> str:
+        assert self.view is not None
+        return self.view.round_id
+
+    async def join(self, *, version: int, engines: tuple[str, ...], manifest: bytes) -> None:
+        self._version = version
+        try:
+            await self._link.ready(_ANSWER)
+        except LockError as error:
+            raise self._failed(str(error)) from error
+        self._link.register()
+        self.view = await self._ask("join", self._source, self._link.client, version, engines, manifest)
+
+    async def manifests(self) -> dict[str, bytes]:
+        answer: dict[str, bytes] = await self._ask("manifests", self.update_id)
+        return answer
+
+    async def tell(self, verb: str, *args: str) -> View:
+        """Say how far we are; returns how far the round is. Raises `RoundFailed` if it is over for us."""
+        view: View = await self._ask("tell", verb, self.update_id, self._source, self._link.client, *args)
+        self.view = view
+        if view.phase is Phase.FAILED and verb != "fail":
+            raise self._failed(view.failure, view.failed_source)
+        return view
+
+    async def until(self, *phases: Phase, interrupt: Interrupt, limit: float | None = None) -> View:
+        """Wait for the round to reach one of ``phases``."""
+        loop = asyncio.get_running_loop()
+        deadline = None if limit is None else loop.time() + limit
+        delay = _POLL_FIRST
+        while True:
+            view = await self.tell("view")
+            if view.phase in phases:
+                return view
+            if interrupt.reason is not None:
+                raise interrupt.reason
+            if deadline is not None and loop.time() > deadline:
+                raise self._failed(f"still waiting for {', '.join(view.waiting_for)} after {limit:g} s (Timeouts.lock)")
+            await asyncio.wait({interrupt.future}, timeout=delay)
+            delay = min(2 * delay, _POLL_LAST)
+
+    async def watch(self, interrupt: Interrupt) -> None:
+        """Interrupt our update as soon as the round fails; also tells the round that we are alive."""
+        while interrupt.reason is None:
+            try:
+                await self.tell("view")
+            except RoundFailed as error:
+                interrupt.fire(error)
+            await asyncio.wait({interrupt.future}, timeout=_POLL_LAST)
+
+    @property
+    def failure(self) -> RoundFailed | None:
+        """Why the round ended, where it failed."""
+        view = self.view
+        if view is None or view.phase is not Phase.FAILED:
+            return None
+        return self._failed(view.failure, view.failed_source)
+
+    async def give_up(self, why: str) -> None:
+        """Tell the others that we can't go on."""
+        if self.view is None or self.view.phase in (Phase.DONE, Phase.FAILED):
+            return
+        try:
+            await self.tell("fail", why)
+        except RoundFailed as error:
+            logger.warning("round %r could not be told that %s gave up: %s", self._name, self._source, error)
+
+    async def _ask(self, method: str, *args: Any) -> Any:
+        try:
+            return await self._link.ask(method, *args, timeout=_ANSWER)
+        except TimeoutError as error:
+            raise self._failed(f"its actor did not answer within {_ANSWER:g} s") from error
+        except RemoteDied as error:
+            raise self._failed(f"its actor can't be reached: {error}") from error
+        except LockError as error:
+            if isinstance(error.__cause__, ValueError):
+                raise self._failed(str(error.__cause__)) from error
+            raise self._failed(str(error)) from error
+
+    def _failed(self, why: str, source: str = "") -> RoundFailed:
+        by = f" for source {source!r}" if source else ""
+        round_id = self.view.round_id if self.view is not None else ""
+        return RoundFailed(
+            f"round {self._name!r}, version {self._version}: failed{by}: {why}", source=source, round_id=round_id
+        )
+
+
+def _rebuild(name: str, namespace: str | None, handle: Any) -> UpdateRound:
+    return UpdateRound(name=name, namespace=namespace, handle=handle)
