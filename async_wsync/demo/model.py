@@ -41,7 +41,8 @@ class Block(nn.Module):
         )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(F.gelu(self.up(self.norm_mlp(x))))
+        added: Tensor = self.down(F.gelu(self.up(self.norm_mlp(x))))
+        return x + added
 
 
 class Transformer(nn.Module):

@@ -41,7 +41,7 @@ class Trainer:
         logits = self.model(windows[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
         self._optimizer.zero_grad()
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self._optimizer.step()
         self._step += 1

@@ -1,0 +1,79 @@
+"""The code in the README and in the docs runs as it stands there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+
+from async_wsync import BroadcastLock, TorchEngine, WeightReceiver
+from tests.conftest import RayCluster
+from tests.ray.test_examples import run
+
+ROOT = Path(__file__).resolve().parents[2]
+FENCED = re.compile(r"```python\n(.*?)```", re.DOTALL)
+LINK = re.compile(r"\]\(([^)#]+?)\)")
+
+
+def test_the_readmes_example_runs_as_it_stands(tmp_path: Path) -> None:
+    (code,) = FENCED.findall((ROOT / "README.md").read_text())
+    script = tmp_path / "readme.py"
+    script.write_text(code)
+    shown = run(script)
+    assert re.search(r"version 3: 16\.8 MB in 2 tensors", shown), shown
+    assert shown.count("current, version 3") == 2
+
+
+@ray.remote(num_cpus=0)
+class Engine(WeightReceiver):
+    def __init__(self) -> None:
+        self.model = torch.nn.Linear(8, 8)
+        self.init_weight_receiver(self.model)
+
+    def held(self) -> tuple[int | None, torch.Tensor]:
+        return self.weight_version, self.model.weight.detach()
+
+
+def test_a_blocking_trainer_runs_as_the_docs_show(ray_cluster: RayCluster) -> None:
+    (code,) = FENCED.findall((ROOT / "docs" / "index.md").read_text())
+    namespace: dict[str, object] = {}
+    exec(code, namespace)
+    engine, model = Engine.remote(), torch.nn.Linear(8, 8)
+
+    @torch.no_grad()
+    def train_step(model: torch.nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+
+    train = namespace["train"]
+    assert callable(train)
+    train(model, [TorchEngine(engine)], BroadcastLock.create(name="docs"), train_step)
+    version, weight = ray.get(engine.held.remote(), timeout=30)
+    assert version == 3
+    assert torch.equal(weight, model.weight)
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+)
+def test_links_between_pages_lead_somewhere(page: Path | str) -> None:
+    path = ROOT / page
+    broken = [
+        link
+        for link in LINK.findall(path.read_text())
+        if not link.startswith("http") and not (path.parent / link).exists()
+    ]
+    assert not broken
+
+
+def test_ci_runs_the_readmes_test_command() -> None:
+    done = subprocess.run(
+        ["bash", "-n", str(ROOT / ".ci" / "run")], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    commands = re.findall(r"^python3 .*nox -s tests$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert len(commands) == 1, "`.ci/run` takes this line from the README"
