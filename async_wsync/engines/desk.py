@@ -27,7 +27,7 @@ from async_wsync.types import BucketSpec, Call, EngineState, PauseMode
 __all__ = ["Desk", "Hooks"]
 
 _OWN_SHARE = 0.9  # of a call's limit: our error says more than the caller's "no answer"
-_MAX_SEATS = 64  # trainers that died leave their seats behind; the least recently joined go first
+_MAX_SEATS = 64  # for dead sources that cannot be told from live ones; the seats joined first go first
 
 
 class Hooks(Protocol):
@@ -88,7 +88,7 @@ class Desk:
         with self._changed:
             if spec.name in self._seats:
                 raise EngineFailed(f"group {spec.name} was joined already")
-            old = [seat for seat in self._seats.values() if seat.source == call.source]
+            old = [seat for seat in self._seats.values() if _is_over(seat, call.source)]
             spare = [seat for seat in self._seats.values() if seat not in old and not seat.busy]
             for seat in [*old, *spare[: max(0, len(self._seats) - len(old) - _MAX_SEATS + 1)]]:
                 self._dismiss(seat)
@@ -262,3 +262,11 @@ class Desk:
 def _limit(call: Call) -> float:
     """Until when (time.monotonic()) to wait for others on behalf of ``call``."""
     return time.monotonic() + _OWN_SHARE * call.timeout
+
+
+def _is_over(seat: GroupSeat, joining: str) -> bool:
+    """Whether a seat may go now that the source ``joining`` builds a new group.
+
+    NCCL cannot tell that a source has died, and its communicators hold much memory: there one of each source must do.
+    """
+    return seat.deserted or (seat.source == joining and seat.spec.backend == "nccl")

@@ -14,9 +14,8 @@ from concurrent.futures import Future
 import torch
 
 from async_wsync.errors import EngineFailed
-from async_wsync.runtime.group_member import GroupMember
-from async_wsync.runtime.rendezvous import join_group
 from async_wsync.runtime.threads import DaemonWorker
+from async_wsync.runtime.update_group import GroupMember, join_group
 from async_wsync.types import GroupSpec
 
 __all__ = ["GroupSeat", "done_future"]
@@ -60,6 +59,12 @@ class GroupSeat:
         """Whether a receive is under way or waits for its turn."""
         with self._lock:
             return self._running > 0 or bool(self._waiting)
+
+    @property
+    def deserted(self) -> bool:
+        """Whether its source is known to be gone."""
+        member = self._member
+        return member is not None and member.deserted
 
     def join(self) -> Future[None]:
         return self._worker.submit(self._join)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -51,6 +52,11 @@ class GroupMember:
     def aborted(self) -> bool:
         """True once the group is broken: by `abort`, or by a broadcast that failed. It is never repaired."""
         return self._group.aborted
+
+    @property
+    def deserted(self) -> bool:
+        """True where no connection of the group is left: the source has died, or left. NCCL cannot tell: False."""
+        return sys.platform.startswith("linux") and self.spec.backend == "gloo" and self._group.connections() == 0
 
     def broadcast(self, tensors: Sequence[torch.Tensor], timeout: float | None = None) -> None:
         """Receive into ``tensors``, in order, from rank 0; blocks until all have arrived.

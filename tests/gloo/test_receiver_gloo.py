@@ -18,6 +18,7 @@ from async_wsync.engines import protocol as p
 from async_wsync.engines.receiver import WeightReceiver
 from async_wsync.errors import EngineFailed, EngineNotServing, EngineRejected, StaleFence
 from async_wsync.types import EngineState, Manifest, PauseMode, WireFormat
+from tests.gloo.dying_source import a_dying_source
 from tests.receiver_driver import (
     a_call,
     ask,
@@ -219,15 +220,33 @@ async def test_a_new_trainer_takes_over_the_session_that_a_dead_one_left_open() 
     await again.aclose()
 
 
-async def test_the_old_seat_is_given_up_when_its_source_joins_again() -> None:
+async def test_a_source_may_have_two_groups_and_a_closed_one_is_given_up_at_the_next_join() -> None:
     receiver, call = WeightReceiver(a_model()), a_call()
-    first = await connect([receiver], call)
-    second = await connect([receiver], call)
-    with pytest.raises(EngineFailed, match="not joined"):
-        await ask(receiver, p.Begin(p.pack_update(update_of(manifest_of(a_model()), group=first.spec.name))), call)
-    await ask(receiver, p.Begin(p.pack_update(update_of(manifest_of(a_model()), group=second.spec.name))), call)
+    first, second = await connect([receiver], call), await connect([receiver], call)
+    for group in (first, second):
+        update = update_of(manifest_of(a_model()), group=group.spec.name)
+        await ask(receiver, p.Begin(p.pack_update(update)), call)
     await first.aclose()
+    third = await connect([receiver], call)
+    update = update_of(manifest_of(a_model()), group=first.spec.name)
+    with pytest.raises(EngineFailed, match="not joined"):
+        await ask(receiver, p.Begin(p.pack_update(update)), call)
     await second.aclose()
+    await third.aclose()
+
+
+async def test_seats_in_groups_of_dead_sources_are_given_up_at_the_next_join() -> None:
+    receiver = WeightReceiver(a_model())
+    with a_dying_source() as source:
+        await ask(receiver, p.Join(source.spec, 1), a_call(source="dying"), within=60.0)
+        source.formed()
+        alive = await connect([receiver], a_call(source="alive"))
+        assert set(receiver._reception.desk._seats) == {source.spec.name, alive.spec.name}
+    await asyncio.sleep(0.2)
+    another = await connect([receiver], a_call(source="another"))
+    assert set(receiver._reception.desk._seats) == {alive.spec.name, another.spec.name}
+    await alive.aclose()
+    await another.aclose()
 
 
 async def test_two_sources_send_their_parts_of_one_update() -> None:
