@@ -88,5 +88,5 @@ def sglang(session: nox.Session) -> None:
     """Real SGLang on the CPU, with import-only stand-ins for its CUDA parts."""
     _install(session, "test")
     session.install("-q", "--no-deps", "sglang==0.5.23", "xgrammar==0.2.7")
-    session.install(*PINNED, "-r", "tests/engines/sglang_cpu/requirements.txt")
+    session.install(*PINNED, "-r", "tests/engines/sglang_standins/requirements.txt")
     _pytest(session, "-m", "sglang", "--timeout=600")

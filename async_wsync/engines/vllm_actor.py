@@ -9,7 +9,7 @@ needs no vLLM. `VLLMActor` works with any actor that has the same methods.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -44,20 +44,29 @@ class VLLMRolloutActor:
         Returns token_ids, finish_reason ("stop", "length", "abort"), and weight_versions: a list of
         ``{"version", "start", "end"}``, the tokens that each weight version made, as vLLM counts them.
         """
+        last: dict[str, Any] = {"token_ids": [], "finish_reason": None, "weight_versions": []}
+        async for output in self.stream(prompt_token_ids, sampling):
+            last = output
+        return last
+
+    async def stream(
+        self, prompt_token_ids: Sequence[int], sampling: Mapping[str, Any] | None = None
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Like `generate`, all there is so far after every step."""
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
 
-        self._num_requests += 1
         params = SamplingParams(**{"detokenize": False, **(sampling or {})})
         prompt = TokensPrompt(prompt_token_ids=list(prompt_token_ids))
-        tokens: list[int] = []
-        finish: str | None = None
-        versions: list[dict[str, Any]] = []
+        self._num_requests += 1
         async for output in self._llm.generate(prompt, params, request_id=f"rollout-{self._num_requests}"):
             completion = output.outputs[0]
-            tokens, finish = list(completion.token_ids), completion.finish_reason
-            versions = [asdict(span) for span in getattr(completion, "weight_versions", None) or ()]
-        return {"token_ids": tokens, "finish_reason": finish, "weight_versions": versions}
+            spans = getattr(completion, "weight_versions", None) or ()
+            yield {
+                "token_ids": list(completion.token_ids),
+                "finish_reason": completion.finish_reason,
+                "weight_versions": [asdict(span) for span in spans],
+            }
 
     # -------------------------------------------------------------------- what `VLLMActor` calls
 

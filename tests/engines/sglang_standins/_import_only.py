@@ -8,7 +8,7 @@ import importlib.machinery
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 
 class Nothing:
@@ -24,7 +24,7 @@ class Nothing:
 class HollowModule(ModuleType):
     """A package in which every submodule exists. Called like a decorator, it returns the function as it was."""
 
-    __path__: list[str] = []
+    __path__: ClassVar[list[str]] = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

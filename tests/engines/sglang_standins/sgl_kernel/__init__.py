@@ -19,3 +19,19 @@ def __getattr__(name: str) -> Any:
         raise NotImplementedError(f"sgl_kernel.{name} is a stand-in")
 
     return kernel
+
+
+def _without_pinning(make: Any) -> Any:
+    def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+        return make(*args, **kwargs)
+
+    return made
+
+
+if os.environ.get("SGLANG_STANDIN_UNPINNED"):
+    # SGLang's LoRA code pins host memory, which a machine without a GPU can't. Pinned or not, the values are the same.
+    import torch
+
+    for _name in ("tensor", "empty", "zeros", "ones", "arange", "full", "empty_like", "zeros_like", "ones_like"):
+        setattr(torch, _name, _without_pinning(getattr(torch, _name)))
+    torch.Tensor.pin_memory = lambda self, *_, **__: self  # type: ignore[method-assign]
