@@ -73,7 +73,7 @@ class RoundServer:
 
     def _now(self) -> float:
         for client, why in self._obituaries.drain():
-            self._state.died(client, why)
+            self._state.died(client, why, now=time.monotonic())
         return time.monotonic()
 
 

@@ -12,7 +12,10 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-__all__ = ["Phase", "RoundState", "View"]
+__all__ = ["SUCCESSION", "Phase", "RoundState", "View"]
+
+SUCCESSION = 1.5
+"""Seconds that a gathering round waits for the successor of a source whose process ended."""
 
 
 class Phase(enum.StrEnum):
@@ -42,6 +45,7 @@ class _Round:
     round_id: str
     version: int
     engines: tuple[str, ...]
+    began: float
     phase: Phase = Phase.GATHERING
     sources: dict[str, float] = field(default_factory=dict)  # name to when it was last heard
     clients: dict[str, str] = field(default_factory=dict)  # process to source
@@ -72,19 +76,21 @@ class RoundState:
         self._prefix = prefix  # tells the rounds of one server from those of the next
         self._rounds: dict[str, _Round] = {}
         self._count = 0
+        self._dead: dict[str, tuple[float, str]] = {}  # sources whose process ended, until another speaks for them
 
     def join(self, source: str, client: str, *, version: int, engines: tuple[str, ...], now: float) -> View:
         """Take part in the next update. Repeatable; ValueError where this source disagrees with those already there."""
         current = self._current()
         if current is None or current.over:
             self._count += 1
-            current = _Round(f"{self._prefix}-{self._count}", version, engines)
+            current = _Round(f"{self._prefix}-{self._count}", version, engines, now)
             self._rounds[current.round_id] = current
             self._forget()
         if source not in current.sources:
             self._admit(current, source, version, engines)
         current.sources[source] = now
         current.clients[client] = source
+        self._dead.pop(source, None)
         if len(current.sources) == self._num_sources and current.phase is Phase.GATHERING:
             current.phase = Phase.OPENING
         return self.view(current.round_id, source, now=now)
@@ -154,18 +160,14 @@ class RoundState:
             self._fail(current, source, why)
         return self.view(round_id, source, now=now)
 
-    def died(self, client: str, why: str) -> None:
-        """A process is gone. One that took part before is missed already while the next round gathers."""
-        current = self._current()
-        if current is None or current.over:
-            return
-        source = current.clients.get(client)
-        earlier = (r.clients.get(client) for r in self._rounds.values() if r is not current)
-        missed = next((name for name in earlier if name is not None), None)
-        if source is not None:
-            self._fail(current, source, why)
-        elif missed is not None and missed not in current.sources:
-            self._fail(current, missed, why)
+    def died(self, client: str, why: str, *, now: float) -> None:
+        """A process is gone. The round it was in fails; one that gathers later waits for its successor only briefly."""
+        for current in self._rounds.values():
+            source = current.clients.get(client)
+            if source is not None:
+                self._dead[source] = (now, why)
+                if not current.over:
+                    self._fail(current, source, why)
 
     def status(self, *, now: float) -> dict[str, object]:
         current = self._current()
@@ -199,6 +201,11 @@ class RoundState:
     def _notice_silence(self, current: _Round, now: float) -> None:
         if current.over:
             return
+        for source, (when, why) in self._dead.items():
+            waited = now - max(when, current.began)
+            if current.phase is Phase.GATHERING and source not in current.sources and waited > SUCCESSION:
+                self._fail(current, source, f"{why}, and nobody has taken its place")
+                return
         for source, heard in current.sources.items():
             if now - heard > self._silence:
                 self._fail(current, source, f"nothing heard of it for {now - heard:.1f} s")
