@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from async_wsync.lock import BroadcastLock, PolledLock
     from async_wsync.progress import TqdmProgress
     from async_wsync.report import UpdateReport
+    from async_wsync.rounds import UpdateRound
     from async_wsync.sources import IterableSource, MasterWeightSource, ModuleSource, SafetensorsSource, StateDictSource
     from async_wsync.types import (
         EngineInfo,
@@ -83,6 +84,7 @@ _HOMES = {
     "lock": ("BroadcastLock", "PolledLock"),
     "progress": ("TqdmProgress",),
     "report": ("UpdateReport",),
+    "rounds": ("UpdateRound",),
     "sources": ("IterableSource", "MasterWeightSource", "ModuleSource", "SafetensorsSource", "StateDictSource"),
     "types": (
         "EngineInfo",
@@ -139,6 +141,7 @@ __all__ = [
     "UpdateEvent",
     "UpdateFailed",
     "UpdateReport",
+    "UpdateRound",
     "WeightBroadcaster",
     "WeightReceiver",
     "WeightSyncError",

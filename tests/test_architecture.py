@@ -33,20 +33,21 @@ LAYERS = (
     },
     {"engines"},
     {"sources"},
+    {"calls"},
+    {"rounds"},
     {
         "aftermath",
         "attempt",
         "broadcaster",
-        "calls",
         "fleet",
         "greeting",
         "links",
         "patience",
+        "round_update",
         "story",
         "transfer",
         "update",
     },
-    {"rounds", "round_server", "round_client"},
     {"compat"},
     {"testing"},
     {"demo"},
@@ -57,7 +58,16 @@ LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 # The update group in its parts: the only files that may use torch's private distributed API.
 GROUP_FILES = {
     f"runtime/{name}.py"
-    for name in ("group_member", "group_source", "process_group", "rendezvous", "sockets", "store", "update_group")
+    for name in (
+        "gloo_wiring",
+        "group_member",
+        "group_source",
+        "process_group",
+        "rendezvous",
+        "sockets",
+        "store",
+        "update_group",
+    )
 }
 CATCHES_EVERYTHING = {"runtime/cancellation.py", "runtime/threads.py", "lock_hold.py", "polled_lock.py"}
 IMPURE = {"ray", "asyncio", "anyio", "time", "random", "secrets", "uuid", "threading", "socket"}
