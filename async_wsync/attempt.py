@@ -89,7 +89,8 @@ class Attempt:
         with self.story.during("check"):
             notes = await self._everyone("check", lambda e, c: e.check(c, update), field="begin")
         for engine in self.engines:
-            self.record(engine).notes.extend(notes[engine.name])
+            known = self.record(engine).notes
+            known.extend(note for note in notes[engine.name] if note not in known)
 
     async def connect(self) -> None:
         if not self.update.buckets:

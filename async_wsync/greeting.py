@@ -48,6 +48,7 @@ async def _hello(engine: RolloutEngine, call: Call) -> Answer:
 
 
 def _write_down(record: EngineRecord, answer: Answer) -> None:
+    record.notes = []  # an update begins with its greeting; what is noted from here on is in its report
     if isinstance(answer, EngineInfo):
         record.error = record.phase = None
         if record.greet(answer):

@@ -66,7 +66,6 @@ class EngineRecord:
         self._before = self.state
         self.touched = False
         self.last_bucket = self.error = self.phase = None
-        self.notes = []
         self.move(_S.UPDATING)
 
     def publish(self, version: int) -> None:
