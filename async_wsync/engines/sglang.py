@@ -232,7 +232,7 @@ class SGLangServer(LoRALoader):
         With several ranks the names are prefixed "rank 0: ". None where the server has no such call.
         """
         answer = await self._server.ask(
-            "POST", "/weights_checker", {"action": "checksum"}, timeout=call.timeout, phase="verify"
+            "POST", "/weights_checker", wire.checksum(), timeout=call.timeout, phase="verify"
         )
         if answer.status == 404:
             return None
@@ -259,6 +259,7 @@ class SGLangServer(LoRALoader):
 
     async def aclose(self) -> None:
         self._files.close()
+        self._files = DaemonWorker("sglang-checkpoint")  # an adapter may be used again; its thread starts when needed
         await self._server.aclose()
 
     # --------------------------------------------------------------------------- helpers

@@ -17,7 +17,7 @@ from async_wsync.engines.http import JsonServer
 from async_wsync.runtime.threads import DaemonWorker
 from async_wsync.types import Call
 
-__all__ = ["LoRALoader"]
+__all__ = ["LoRALoader", "load_body"]
 
 
 class LoRALoader:
@@ -46,12 +46,7 @@ class LoRALoader:
         packed = await self._files.run(_pickled, dict(tensors))
         if replace:
             await self.unload_lora(call, adapter)
-        body = {
-            "lora_name": adapter,
-            "config_dict": dict(config),
-            "serialized_named_tensors": [packed] * self._num_ranks,
-            "pinned": pinned,
-        }
+        body = load_body(adapter, packed, config, num_ranks=self._num_ranks, pinned=pinned)
         await self._server.must("POST", "/load_lora_adapter_from_tensors", body, timeout=call.timeout, phase="lora")
 
     async def unload_lora(self, call: Call, adapter: str) -> bool:
@@ -63,6 +58,16 @@ class LoRALoader:
         if any(words in answer.failure for words in ("does not exist", "not loaded", "not found")):
             return False
         raise self._server.failed(path, answer.failure, answer.status, phase="lora")
+
+
+def load_body(adapter: str, packed: str, config: Mapping[str, Any], *, num_ranks: int, pinned: bool) -> dict[str, Any]:
+    """``packed``: the tensors, pickled, in base64."""
+    return {
+        "lora_name": adapter,
+        "config_dict": dict(config),
+        "serialized_named_tensors": [packed] * num_ranks,
+        "pinned": pinned,
+    }
 
 
 def _pickled(tensors: dict[str, torch.Tensor]) -> str:

@@ -17,6 +17,7 @@ __all__ = [
     "Selector",
     "announce",
     "begin",
+    "checksum",
     "destroy_group",
     "init_group",
     "no_pause",
@@ -103,6 +104,10 @@ def set_version(version: int) -> dict[str, Any]:
 
 def sample(name: str, rows: int) -> dict[str, Any]:
     return {"name": name, "truncate_size": rows}
+
+
+def checksum() -> dict[str, Any]:
+    return {"action": "checksum"}
 
 
 def version_number(text: Any) -> int | None:

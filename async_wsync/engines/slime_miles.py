@@ -195,6 +195,7 @@ class SGLangActor:
 
     async def aclose(self) -> None:
         self._files.close()
+        self._files = DaemonWorker("sglang-checkpoint")  # an adapter may be used again; its thread starts when needed
 
     # --------------------------------------------------------------------------- helpers
 
@@ -260,7 +261,8 @@ class SGLangActor:
             # Nothing was sent. Leave out what an older actor does not take, one by one.
             unknown = next((name for name in optional if name in arguments and f"'{name}'" in str(error)), None)
             if unknown is None:
-                raise EngineRejected(f"{self._name}: {method} can't be called: {error}", **facts) from error
+                refused = EngineFailed if facts["phase"] == "bucket" else EngineRejected  # rejected: nothing was touched
+                raise refused(f"{self._name}: {method} can't be called: {error}", **facts) from error
             return self._submit(method, args, {k: v for k, v in arguments.items() if k != unknown}, optional, facts)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -124,6 +125,16 @@ async def test_after_an_update_it_generates_what_transformers_does_with_the_new_
     assert info["weight_version"] == str(version + 1)
     spans = (await generate(server.url, PROMPT, 4))["meta_info"]["weight_versions"]
     assert [span["version"] for span in spans] == [str(version + 1)]
+
+
+async def test_it_has_every_call_that_we_make(server: SGLangProcess) -> None:
+    async with httpx.AsyncClient(trust_env=False) as client:
+        paths = (await client.get(f"{server.url}/openapi.json")).json()["paths"]
+    ours: set[str] = set()
+    for file in ("sglang.py", "sglang_lora.py"):
+        ours |= set(re.findall(r'"(/[a-z_]+)"', (ROOT / "async_wsync" / "engines" / file).read_text()))
+    assert len(ours) >= 14
+    assert ours <= set(paths)
 
 
 # --------------------------------------------------------------------- requests in flight
