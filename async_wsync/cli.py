@@ -29,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     from async_wsync import __version__
+    from async_wsync.cli_lock import add_lock_commands
 
     parser = argparse.ArgumentParser(
         prog="async-wsync", description="Broadcasts new model weights from a trainer into running rollout engines."
@@ -36,6 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"async-wsync {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_demo(commands)
+    add_lock_commands(commands)
     return parser
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import pickle
@@ -110,7 +111,7 @@ async def test_many_processes_that_create_one_name_share_one_lock() -> None:
     spans = await asyncio.gather(*[c.take.remote(0.05) for c in creators])
     assert all(spans[n][2] == name for n in range(6))
     ordered = sorted(spans)
-    assert all(before[1] <= after[0] for before, after in zip(ordered, ordered[1:], strict=False))
+    assert all(before[1] <= after[0] for before, after in itertools.pairwise(ordered))
     for creator in creators:
         ray.kill(creator)
 
@@ -152,6 +153,7 @@ async def test_a_wait_that_is_too_long_names_the_holder_and_its_stage(lock: Broa
 
 
 async def test_a_timeout_of_zero_tries_once(lock: BroadcastLock) -> None:
+    await lock.status()  # the actor is up
     async with lock.hold(label="free", timeout=0):
         pass
     task, leave, _ = await hold_in_task(lock)
