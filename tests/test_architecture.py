@@ -39,6 +39,7 @@ LAYERS = (
         "aftermath",
         "attempt",
         "broadcaster",
+        "critical",
         "fleet",
         "greeting",
         "links",

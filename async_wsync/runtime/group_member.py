@@ -67,7 +67,7 @@ class GroupMember:
         """
         seconds = self.spec.timeout if timeout is None else min(timeout, self.spec.timeout)
         started = time.monotonic()
-        with self._busy:
+        with self._busy, self._group.entered():
             works: list[Any] = []
             try:
                 works.extend(self._group.start(tensor, timeout=seconds) for tensor in tensors)

@@ -69,6 +69,7 @@ class UpdateGroup:
             pending.fail(RuntimeError("the group was broken up or closed"))
             return pending.future
         self._pending.add(pending)
+        self._group.enter()
         if self.spec.backend == "nccl":
             self._launcher.submit(pending.launch_nccl, self._waiter, self._stop)
         else:
@@ -166,6 +167,7 @@ class _Pending:
     def _over(self) -> None:
         self._tensors = None
         self._hop(self._succeed)
+        self._group.leave()
 
     def _broke(self, error: RuntimeError) -> None:
         # After an error the group is dead for all; say so now to whoever is still blocked in it.

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import threading
 import time
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from async_wsync.runtime import sockets
+from async_wsync.runtime.gloo_wiring import addresses_in_records, new_device
 from async_wsync.runtime.store import PrefixStore, Store
 from async_wsync.runtime.threads import pause, spawn
 from async_wsync.types import GroupSpec
@@ -38,8 +39,6 @@ NCCL_WATCHDOG_MARGIN = 60.0
 #: Seconds that the interpreter's end waits for groups to let go.
 EXIT_GRACE = 1.0
 
-# One device is made at a time, so that its listening socket can be told from the others of this process.
-_device_lock = threading.Lock()
 _live: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 _exit_hook = threading.Lock()  # held once the hook is registered
 
@@ -57,15 +56,27 @@ class ProcessGroup:
         self._peers: frozenset[sockets.Address] = frozenset()
         self._missing: frozenset[int] = frozenset()
         self._lock = threading.Lock()
+        self._inside = 0
         self._aborted = False
         self._dropped: Future[None] | None = None
         _live.add(self)
         if _exit_hook.acquire(blocking=False):
             atexit.register(_at_exit)
 
+    def __del__(self) -> None:
+        # Forgotten. Whoever collects it must neither block nor be one of gloo's threads.
+        if self._dropped is None and self._pg is not None:
+            self.abort()
+            self.drop()
+
     @property
     def aborted(self) -> bool:
         return self._aborted
+
+    @property
+    def built(self) -> bool:
+        """True once all members are connected."""
+        return self._pg is not None
 
     @property
     def dropped(self) -> bool:
@@ -82,12 +93,13 @@ class ProcessGroup:
         ``announcing``: the ranks that tell their listening address as we do. ``eager``: every member connects now
         (NCCL alone would wait for the first collective). Raises RuntimeError (torch's, or when aborted meanwhile).
         """
-        if self.spec.backend == "gloo":
-            self._build_gloo(announcing)
-        elif self.spec.backend == "nccl":
-            self._build_nccl(announcing, eager)
-        else:
-            raise ValueError(f"backend {self.spec.backend!r} is neither 'gloo' nor 'nccl'")
+        with self.entered():
+            if self.spec.backend == "gloo":
+                self._build_gloo(announcing)
+            elif self.spec.backend == "nccl":
+                self._build_nccl(announcing, eager)
+            else:
+                raise ValueError(f"backend {self.spec.backend!r} is neither 'gloo' nor 'nccl'")
         if self._aborted:
             self.abort()  # again: the first one came before there was everything to break
             raise RuntimeError("the group was broken up while it was being built")
@@ -113,17 +125,42 @@ class ProcessGroup:
 
     def abort(self) -> None:
         """Break the group up, at once and from any thread: collectives blocked here, and at connected peers, fail."""
-        with self._lock:
-            self._aborted = True
-            pg, own = self._pg, self._own
+        self._aborted = True
         if self.spec.backend == "nccl":
+            with self._lock:
+                pg = self._pg
             if pg is not None:
                 spawn(_abort_nccl, pg, name=f"abort {self.spec.name}")
             return
-        peers = self._peers
+        # Never touch the group itself here: gloo's own threads come this way, and one that held the last reference
+        # to it would end the process by joining itself.
+        own, peers = self._own, self._peers
         broken = sockets.break_connections(lambda local, peer: local == own or peer in peers)
         if broken:
             logger.debug("group %s: broke %d connections", self.spec.name, broken)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Around whatever may block in torch, or be called from its threads: the interpreter's end waits for it a
+        little, since a thread that comes back from C++ after that would end the process with an abort."""
+        self.enter()
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def enter(self) -> None:
+        with self._lock:
+            self._inside += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._inside -= 1
+
+    @property
+    def busy(self) -> bool:
+        """True while some thread is inside torch on the group's behalf."""
+        return self._inside > 0
 
     def drop(self) -> Future[None]:
         """Let go of the group in a daemon thread, since that blocks while collectives run; the future tells when."""
@@ -147,8 +184,8 @@ class ProcessGroup:
             raise RuntimeError("the group was dropped")
         return PrefixStore(f"{device}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
 
-    def _exchange(self, announcing: Collection[int]) -> frozenset[sockets.Address]:
-        """Tell our listening address through the store, and learn the others'.
+    def _exchange(self, announcing: Collection[int]) -> dict[int, sockets.Address]:
+        """Tell our listening address through the store, and learn those of the other ranks that know theirs.
 
         Polls: torch's store client serves one call at a time, so a blocking one could not be looked behind.
         """
@@ -157,8 +194,8 @@ class ProcessGroup:
             raise RuntimeError("the group was dropped")
         table = PrefixStore(f"async_wsync/{self.spec.name}/address", store)
         table.set(str(self.rank), f"{self._own[1]} {self._own[0]}" if self._own else "")
-        heard: set[sockets.Address] = set()
-        self._missing, delay = frozenset(announcing), 0.001
+        heard: dict[int, sockets.Address] = {}
+        self._missing, delay = frozenset(announcing) - {self.rank}, 0.001
         while self._missing:
             if self._aborted:
                 raise RuntimeError("the group was broken up while it was being built")
@@ -166,28 +203,33 @@ class ProcessGroup:
             for rank in there:
                 port, _, host = table.get(str(rank)).decode().partition(" ")
                 if host:
-                    heard.add((host, int(port)))
+                    heard[rank] = (host, int(port))
             self._missing = self._missing.difference(there)
             if not there:
                 pause(delay)
                 delay = min(delay * 1.5, 0.02)
-        return frozenset(heard) - {self._own}
+        return heard
 
     def _build_gloo(self, announcing: Collection[int]) -> None:
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timedelta(seconds=self.spec.timeout)
         options._threads = 2
-        device, self._own = _new_device(self.spec)
+        device, candidates = new_device(self.spec)
         options._devices = [device]
+        self._own = candidates[0] if len(candidates) == 1 else None
         peers = self._exchange(announcing)
-        self._peers = peers
+        self._peers = frozenset(peers.values())
         table = self._prefixed("cpu")
         pg = gloo(table, self.rank, self.spec.world_size, options)
-        foreign = set(range(self.spec.world_size)).difference(announcing)
+        own = self._own
+        unknown = set(range(self.spec.world_size)) - peers.keys() - {self.rank}
+        if unknown or own is None:
+            own, found = addresses_in_records(table, self.rank, candidates, unknown)
+            peers |= found
         with self._lock:
             self._pg, self._device = pg, device
-            self._peers = peers | _gloo_addresses(table, self.rank, self._own, foreign)
+            self._own, self._peers = own, frozenset(peers.values())
 
     def _build_nccl(self, announcing: Collection[int], eager: bool) -> None:
         self._exchange(announcing)
@@ -198,57 +240,6 @@ class ProcessGroup:
             self._pg = pg
         if eager:
             pg.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
-
-
-def _gloo_addresses(
-    table: Store, rank: int, own: sockets.Address | None, others: Collection[int]
-) -> set[sockets.Address]:
-    """The listening addresses of members that announced none, from what gloo itself put into the store.
-
-    Its record holds a raw ``sockaddr`` at some place. That place is where our own record holds our own address; where
-    it cannot be found there, the format is not the one known, and nothing is guessed.
-    """
-    if own is None:
-        return set()
-    pattern = sockets.pack_address(own)
-    found = set()
-    for key in ("0/{}", "{}"):
-        if not others or not table.check([key.format(rank)]):
-            continue
-        offset = table.get(key.format(rank)).find(pattern)
-        if offset < 0:
-            continue
-        for other in others:
-            if table.check([key.format(other)]):
-                address = sockets.unpack_address(table.get(key.format(other))[offset:])
-                if address is not None:
-                    found.add(address)
-    return found
-
-
-def _new_device(spec: GroupSpec) -> tuple[Any, sockets.Address | None]:
-    """A gloo device, and the address on which it listens for its peers (None where that cannot be told).
-
-    Bound to the interface that leads to the source, unless the user named one: torch's default is whatever the
-    host's name resolves to, which on many machines is a loopback address.
-    """
-    create = dist.ProcessGroupGloo.create_device
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    host = sockets.local_address(spec.master_address, spec.master_port)
-    with _device_lock:
-        for _ in range(3):
-            before = sockets.listeners()
-            if interface:
-                device = create(interface=interface)
-            elif host is not None:
-                device = create(hostname=host)
-            else:
-                device = dist.ProcessGroupGloo.create_default_device()
-            new = [address for inode, address in sockets.listeners().items() if inode not in before]
-            if len(new) == 1:
-                return device, new[0]
-            # Somebody else in this process opened a listening socket in the same instant. Once more.
-    return device, None
 
 
 def wait_for_cuda(works: Sequence[Any], device: torch.device, *, seconds: float, stop: threading.Event) -> None:
@@ -283,8 +274,13 @@ def _abort_nccl(pg: Any) -> None:
 
 def _at_exit() -> None:
     """Break up what is left. A thread that comes back from a collective into a dying interpreter would crash it."""
-    drops = []
-    for group in list(_live):
-        group.abort()
-        drops.append(group.drop())
+    groups = list(_live)
+    for group in groups:
+        group.abort() if group.built else group.abort_building()
+    drops = [group.drop() for group in groups]
+    deadline = time.monotonic() + EXIT_GRACE
     wait(drops, timeout=EXIT_GRACE)
+    if any(group.busy for group in groups):
+        while any(group.busy for group in groups) and time.monotonic() < deadline:
+            pause(0.002)
+        pause(0.01)  # for the last steps back out of C++

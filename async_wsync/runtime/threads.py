@@ -7,7 +7,6 @@ one stuck collective would keep a finished script alive. Nothing waits for these
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -15,8 +14,6 @@ from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 __all__ = ["DaemonWorker", "pause", "run_bounded", "spawn", "start_daemon", "wait_done", "wait_for"]
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -141,11 +138,10 @@ async def wait_done(future: Future[Any]) -> None:
     # The waiter carries no outcome, so that the loop cannot report one as never retrieved.
     waiter: asyncio.Future[None] = loop.create_future()
 
+    # Neither function refers to the future: it keeps its callbacks, and a cycle would keep its result alive.
     def wake() -> None:
         if not waiter.done():
             waiter.set_result(None)
-        elif not future.cancelled() and (error := future.exception()) is not None:
-            logger.debug("a call whose caller was cancelled failed: %r", error)
 
     def landed(_: Future[Any]) -> None:
         try:

@@ -399,4 +399,5 @@ except KeyboardInterrupt:
         [sys.executable, "-X", "dev", "-W", "error", "-c", script], capture_output=True, text=True, timeout=60
     )
     assert run.stdout.split("\n")[:2] == ["inner ended", "interrupted"], run.stderr
-    assert run.stderr == ""
+    # On a busy machine dev mode also tells of slow callbacks; those lines are none of ours.
+    assert not [line for line in run.stderr.splitlines() if not line.startswith("Executing <")], run.stderr
