@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
@@ -67,8 +68,13 @@ def param_meta(name: str, tensor: torch.Tensor, *, dtype: torch.dtype | None = N
     return ParamMeta(name=name, dtype=dtype_name(dtype or tensor.dtype), shape=tuple(tensor.shape))
 
 
+@cache
+def _itemsize(dtype: str) -> int:
+    return torch_dtype(dtype).itemsize
+
+
 def param_nbytes(meta: ParamMeta) -> int:
-    return math.prod(meta.shape) * torch_dtype(meta.dtype).itemsize
+    return math.prod(meta.shape) * _itemsize(meta.dtype)
 
 
 # -------------------------------------------------------------------------------- planning
@@ -127,9 +133,8 @@ def _units(params: Sequence[ParamMeta], patterns: Sequence[str]) -> Iterator[Seq
 # -------------------------------------------------------------------------------- layout
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
-    """A tensor's place in the flat buffer, in bytes."""
+class Slot(NamedTuple):
+    """A tensor's place in the flat buffer, in bytes. A tuple, as a bucket may have thousands."""
 
     meta: ParamMeta
     offset: int
@@ -168,39 +173,41 @@ def lay_out(bucket: BucketSpec, wire: WireFormat) -> Layout:
     if wire is WireFormat.PER_TENSOR or (wire is WireFormat.FLATTENED and len(bucket.params) == 1):
         return Layout(bucket=bucket, wire=wire, flat=(), flat_nbytes=0, direct=bucket.params)
     limit = DIRECT_BYTES if wire is WireFormat.PACKED else math.inf
-    small = [meta for meta in bucket.params if param_nbytes(meta) < limit]
-    direct = tuple(meta for meta in bucket.params if param_nbytes(meta) >= limit)
-    small.sort(key=lambda meta: (-torch_dtype(meta.dtype).itemsize, meta.dtype))
-    sizes = [param_nbytes(meta) for meta in small]
-    offsets = [0, *accumulate(sizes)]
-    slots = tuple(
-        Slot(meta=meta, offset=offset, nbytes=nbytes)
-        for meta, offset, nbytes in zip(small, offsets, sizes, strict=False)
-    )
-    return Layout(bucket=bucket, wire=wire, flat=slots, flat_nbytes=offsets[-1], direct=direct)
+    sized = [(meta, param_nbytes(meta)) for meta in bucket.params]
+    direct = tuple(meta for meta, nbytes in sized if nbytes >= limit)
+    small = [(meta, nbytes) for meta, nbytes in sized if nbytes < limit]
+    rank = {dtype: (-_itemsize(dtype), dtype) for dtype in {meta.dtype for meta, _ in small}}
+    if len(rank) > 1:
+        small.sort(key=lambda item: rank[item[0].dtype])
+    offsets = accumulate((nbytes for _, nbytes in small), initial=0)
+    slots = tuple(Slot(meta, offset, nbytes) for (meta, nbytes), offset in zip(small, offsets, strict=False))
+    total = slots[-1].offset + slots[-1].nbytes if slots else 0
+    return Layout(bucket=bucket, wire=wire, flat=slots, flat_nbytes=total, direct=direct)
 
 
 def _slices(slots: Sequence[tuple[Slot, torch.Tensor]]) -> Iterator[Sequence[tuple[Slot, torch.Tensor]]]:
     """Cut into runs that one call may handle: neighbours in the flat buffer, of one dtype, neither many nor large."""
     start = size = 0
-    for i, (slot, _) in enumerate(slots):
-        if i > start:
-            before = slots[i - 1][0]
-            apart = slot.offset != before.offset + before.nbytes or slot.meta.dtype != before.meta.dtype
-            if apart or i - start >= _SLICE_TENSORS or size + slot.nbytes > _SLICE_BYTES:
-                yield slots[start:i]
-                start, size = i, 0
-        size += slot.nbytes
+    end, dtype = -1, ""
+    for i, ((meta, offset, nbytes), _) in enumerate(slots):
+        apart = offset != end or meta.dtype != dtype
+        if i > start and (apart or i - start >= _SLICE_TENSORS or size + nbytes > _SLICE_BYTES):
+            yield slots[start:i]
+            start, size = i, 0
+        size += nbytes
+        end, dtype = offset + nbytes, meta.dtype
     if start < len(slots):
         yield slots[start:]
 
 
 # Not every torch can cat float8, float4 or bits: any type of the same width carries them as well.
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+_CARRY_THEMSELVES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
 def _carrier(run: Sequence[tuple[Slot, torch.Tensor]]) -> torch.dtype:
-    return _CARRIERS[torch_dtype(run[0][0].meta.dtype).itemsize]
+    dtype = torch_dtype(run[0][0].meta.dtype)
+    return dtype if dtype in _CARRY_THEMSELVES else _CARRIERS[dtype.itemsize]
 
 
 def _typed(flat: torch.Tensor, run: Sequence[tuple[Slot, torch.Tensor]], dtype: torch.dtype) -> torch.Tensor:
@@ -215,7 +222,8 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def _flat_view(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     # Not view(-1): a lone element may be "contiguous" with a stride of 2, which then cannot be seen as bytes.
-    return tensor.as_strided((tensor.numel(),), (1,)).view(dtype)
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    return flat if flat.dtype is dtype else flat.view(dtype)
 
 
 # -------------------------------------------------------------------------------- sending
@@ -231,7 +239,7 @@ class Stager:
 
     def __init__(self, layout: Layout, *, device: torch.device | str = "cpu") -> None:
         self.layout = layout
-        self._device = torch.device(device)
+        self._device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
         self._slots = {slot.meta.name: slot for slot in layout.flat}
         self._direct: dict[str, torch.Tensor | None] = {meta.name: None for meta in layout.direct}
         self._metas = {meta.name: meta for meta in layout.params}
@@ -240,7 +248,6 @@ class Stager:
         self._num_added = 0
         self._flat: torch.Tensor | None = None
 
-    @torch.no_grad()
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """ValueError for a name that the bucket has not, or another shape than its meta says."""
         meta = self._metas.get(name)
@@ -266,8 +273,10 @@ class Stager:
 
     def _plain(self, meta: ParamMeta, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor`` itself if its storage already is what travels, else a copy that is."""
-        plain = tensor.detach().to(device=self._device, dtype=torch_dtype(meta.dtype))
-        # A conjugate or negated view is contiguous, but its storage holds other values.
+        dtype = torch_dtype(meta.dtype)
+        if tensor.dtype is dtype and tensor.device == self._device and _is_plain(tensor):
+            return tensor
+        plain = tensor.detach().to(device=self._device, dtype=dtype)
         return plain.resolve_conj().resolve_neg().contiguous()
 
     @torch.no_grad()
@@ -361,6 +370,7 @@ def _check_target(meta: ParamMeta, target: torch.Tensor | None) -> None:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
+    # A conjugate or negated view may be contiguous, but its storage holds other values.
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 

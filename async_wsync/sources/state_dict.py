@@ -44,6 +44,7 @@ class StateDictSource:
         self._tied_once = tied == "once"
         self._rename = rename
         self._include = include
+        self._aliases: dict[str, str] | None = None
         self.casts = dtype is not None
 
     def __repr__(self) -> str:
@@ -61,10 +62,15 @@ class StateDictSource:
         return any(is_sharded(tensor) for _, tensor in self._named())
 
     def manifest(self) -> Manifest:
-        return describe(self._named(), dtype=self._dtype, tied_once=self._tied_once)
+        manifest = describe(self._named(), dtype=self._dtype, tied_once=self._tied_once)
+        self._aliases = dict(manifest.aliases)
+        return manifest
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        aliases = dict(self.manifest().aliases)
+        """Those of the last manifest; makes one if there is none."""
+        if self._aliases is None:
+            self.manifest()
+        aliases = self._aliases or {}
         for name, tensor in self._named():
             if name not in aliases:
                 yield name, gathered(tensor)

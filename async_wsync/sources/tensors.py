@@ -15,18 +15,20 @@ __all__ = ["check_tensor", "describe", "gathered", "is_sharded", "wire_dtype"]
 
 Named = tuple[str, torch.Tensor]
 
+_ORDINARY = (torch.Tensor, torch.nn.Parameter)  # no need to look twice at thousands of them
+
 
 def is_sharded(tensor: torch.Tensor) -> bool:
     """True for a DTensor, told by its method: importing its class costs a second."""
-    return hasattr(tensor, "full_tensor")
+    return type(tensor) not in _ORDINARY and hasattr(tensor, "full_tensor")
 
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor, without grad. For a DTensor that is a collective of its mesh."""
-    plain = tensor.detach()
+    plain = tensor.detach() if tensor.requires_grad else tensor
     if not is_sharded(plain):
         return plain
-    full: torch.Tensor = plain.full_tensor()  # type: ignore[attr-defined]
+    full: torch.Tensor = plain.detach().full_tensor()  # type: ignore[attr-defined]
     return full
 
 
@@ -50,7 +52,7 @@ def _fault(tensor: torch.Tensor) -> str:
         return "a quantized tensor: send its int_repr() and its scales as tensors of their own"
     if tensor.is_nested or tensor.layout is not torch.strided:
         return f"not dense (layout {tensor.layout}): send it dense, or its parts as tensors of their own"
-    if hasattr(tensor, "__tensor_flatten__") and not is_sharded(tensor):
+    if type(tensor) not in _ORDINARY and hasattr(tensor, "__tensor_flatten__") and not is_sharded(tensor):
         return f"a {type(tensor).__name__}, whose bytes lie in inner tensors: send those, or a dequantized copy"
     return ""
 
