@@ -3,25 +3,24 @@
 1. Nothing new is started, and the groups that may still carry bytes are broken up at both ends.
 2. Every call already sent settles, or its engine is quarantined.
 3. Each engine's state is written down; the failure that explains the others is found.
-4. Sessions left open are closed, and the engines that are whole go on serving.
+4. Sessions left open are closed, and the engines that are whole go on serving. What is sent here settles too.
 
-Only after that may the lock go. None of it raises: trouble on the way out stands beside the cause, never in its place.
+Only after that may the lock go. Where it is gone already (a lost lease), step 4 goes only to engines that check
+fences: the others may be another source's by now. None of it raises: trouble on the way out stands beside the
+cause, never in its place.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Awaitable, Mapping
+from collections.abc import Mapping
 
 from async_wsync.attempt import Attempt
-from async_wsync.calls import Sent, blame
-from async_wsync.errors import EngineDied, EngineReplaced, EngineTimeout, UpdateFailed, WeightSyncError
-from async_wsync.types import EngineOutcome, EngineState, RolloutEngine
+from async_wsync.calls import Sent, blame, told, watched
+from async_wsync.errors import EngineDied, EngineReplaced, EngineTimeout, UpdateFailed
+from async_wsync.types import EngineOutcome, EngineState
 
 __all__ = ["Aftermath", "table"]
-
-logger = logging.getLogger("async_wsync")
 
 
 class Aftermath:
@@ -38,7 +37,7 @@ class Aftermath:
         failed_in = attempt.story.phase or "update"
         with attempt.story.during("settle"):
             aborting = self._break_up()
-            silent = await attempt.calls.settle(limit=attempt.settings.timeouts.drain)
+            silent = await attempt.calls.settle(limit=attempt.drain())
             for task in aborting:
                 task.cancel()
         cause, self.at_fault = blame(self._first, attempt.calls, silent)
@@ -47,6 +46,8 @@ class Aftermath:
         if not attempt.resumed and attempt.story.held is not None:
             for failure in await attempt.continue_whole():
                 self.notes.append(f"not resumed: {failure}")
+        await self._quarantine_late()
+        self._note_paused()
         return self._error(cause, getattr(cause, "phase", "") or failed_in)
 
     def _break_up(self) -> list[asyncio.Task[None]]:
@@ -62,8 +63,8 @@ class Aftermath:
             call = attempt.call(attempt.settings.timeouts.drain)
             for engine in link.engines:
                 if engine.name in stuck:
-                    farewell = _abort(engine, engine.abort(call, link.group.spec.name))
-                    tasks.append(asyncio.get_running_loop().create_task(farewell))
+                    farewell = told(engine.name, "abort", engine.abort(call, link.group.spec.name))
+                    tasks.append(watched(farewell))
         return tasks
 
     def _write_down(self, silent: Mapping[str, Sent], cause: BaseException) -> None:
@@ -108,7 +109,7 @@ class Aftermath:
     async def _close_sessions(self) -> None:
         """End what `begin` opened wherever an engine still answers, so that a whole one can serve again."""
         attempt = self._attempt
-        open_ones = [e for e in attempt.engines if attempt.record(e).needs_reset and self._reachable(e)]
+        open_ones = [e for e in attempt.engines if attempt.record(e).needs_reset and attempt.may_speak_to(e)]
         if not attempt.begun or not open_ones or attempt.story.held is None:
             return
         limit = min(attempt.settings.timeouts.begin, attempt.settings.timeouts.drain)
@@ -116,16 +117,28 @@ class Aftermath:
         sent = {e.name: attempt.calls.start(e, "reset", e.reset(call)) for e in open_ones}
         await asyncio.wait({s.task for s in sent.values()}, timeout=limit)
         for engine in open_ones:
-            task = sent[engine.name].task
-            if task.done() and not task.cancelled() and task.exception() is None:
+            one = sent[engine.name]
+            if one.task.done() and one.failure is None:
                 attempt.record(engine).needs_reset = False
             else:
-                why = task.exception() if task.done() and not task.cancelled() else f"no answer within {limit:g} s"
+                why = one.failure if one.task.done() else f"no answer within {limit:g} s"
                 self.notes.append(f"{engine.name}: its update session could not be closed: {why}")
-                task.cancel()
+                if isinstance(one.failure, EngineDied | EngineReplaced):
+                    self._lose(engine.name)
+        await self._quarantine_late()
 
-    def _reachable(self, engine: RolloutEngine) -> bool:
-        return self._attempt.record(engine).state is not EngineState.LOST
+    async def _quarantine_late(self) -> None:
+        """A call of the aftermath that has not settled could take effect under the next holder of the lock."""
+        for name in await self._attempt.calls.settle(limit=0.0):
+            self._lose(name)
+
+    def _note_paused(self) -> None:
+        """Every engine that may be paused has been told to go on, is torn or lost, or is named here."""
+        records = [self._attempt.record(engine) for engine in self._attempt.engines]
+        left = [record.name for record in records if record.paused and record.whole]
+        named = [name for name in left if not any(name in note for note in self.notes)]
+        if named:
+            self.notes.append(f"still paused, though whole: {', '.join(named)}")
 
     def _error(self, cause: BaseException, phase: str) -> UpdateFailed:
         attempt = self._attempt
@@ -155,10 +168,3 @@ def table(outcomes: Mapping[str, EngineOutcome]) -> list[str]:
         error = f"  {o.error.splitlines()[0]}" if o.error else ""
         lines.append(f"  {o.engine:<{width}}  {o.state:<8}  version {has:<6}  last bucket {last:<5}{error}")
     return lines
-
-
-async def _abort(engine: RolloutEngine, abort: Awaitable[None]) -> None:
-    try:
-        await abort
-    except WeightSyncError as error:
-        logger.debug("engine %s did not take the abort: %s", engine.name, error)

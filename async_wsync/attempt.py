@@ -55,10 +55,12 @@ class Attempt:
     keep_others: bool = False
     turn: Callable[[], AbstractAsyncContextManager[Any]] = nullcontext
     should_stop: Callable[[], Exception | None] = lambda: None
+    drain_left: Callable[[], float] | None = None
     used: tuple[Link, ...] = ()
     begun: bool = False
     ended: bool = False
     resumed: bool = False
+    lease_lost: bool = False
     _specs: dict[str, UpdateSpec] = field(default_factory=dict)
 
     # ------------------------------------------------------------------ small helpers
@@ -68,6 +70,10 @@ class Attempt:
         # The deadline is ours. The adapter keeps asking through the drain, or a call could not settle in it.
         patience = limit + self.settings.timeouts.drain
         return Call(source=self.source, fence=self.story.held.fence, timeout=patience)
+
+    def drain(self) -> float:
+        """Seconds for what is under way to settle."""
+        return self.settings.timeouts.drain if self.drain_left is None else self.drain_left()
 
     def record(self, engine: RolloutEngine) -> EngineRecord:
         return self.fleet.roster[engine.name]
@@ -244,7 +250,7 @@ class Attempt:
         """Compare the engines' checksums with each other, or with the source's."""
         answers = await self._everyone("verify", lambda e, c: e.checksums(c), field="end")
         names = [meta.name for meta in self.update.manifest.params]
-        wanted: dict[str, str] | None = await self.pump.digests() if against == "source" else None
+        wanted: dict[str, str] | None = await self.calls.race(self.pump.digests()) if against == "source" else None
         first = "the source" if wanted is not None else ""
         for engine in self.engines:
             digests: dict[str, str] | None = answers[engine.name]
@@ -285,9 +291,13 @@ class Attempt:
         self.calls.forget([s for s in sent if s.task.done() and s.failure is None])
         return [not_resumed(one, limit) for one in sent if self.fleet.roster[one.engine].paused]
 
+    def may_speak_to(self, engine: RolloutEngine) -> bool:
+        """Without the lock, only to engines that would notice; never to one that is lost."""
+        return self.record(engine).state is not EngineState.LOST and (not self.lease_lost or engine.supports_fence)
+
     def may_resume(self, engine: RolloutEngine) -> bool:
         record = self.record(engine)
         policy = self.settings.resume_policy
-        if policy == "never" or not record.paused:
+        if policy == "never" or not record.paused or not self.may_speak_to(engine):
             return False
         return record.state is EngineState.CURRENT or (policy == "whole" and record.whole)

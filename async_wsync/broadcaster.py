@@ -20,16 +20,17 @@ import logging
 import os
 import socket
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from async_wsync.calls import EngineCalls, Interrupt
-from async_wsync.errors import EngineFailed, LockError
+from async_wsync.calls import EngineCalls
+from async_wsync.critical import under_lock
+from async_wsync.errors import Cancelled, EngineFailed, LockError
 from async_wsync.fleet import Fleet
 from async_wsync.greeting import greet
-from async_wsync.links import Links, Topology
+from async_wsync.links import Link, Links, Topology
 from async_wsync.no_lock import NoLock
 from async_wsync.progress import SafeProgress, make_progress
 from async_wsync.report import UpdateReport
@@ -43,6 +44,7 @@ from async_wsync.types import (
     EngineInfo,
     EngineState,
     EventHook,
+    HeldLock,
     PauseMode,
     Progress,
     RolloutEngine,
@@ -131,6 +133,9 @@ class WeightBroadcaster:
         self._version: int | None = None
         self._turn = asyncio.Lock()  # one update or change of members at a time in this process
         self._open = False
+        self._closed = False
+        self._greeted: dict[str, EngineInfo] = {}
+        self._running: Update | None = None
 
     # ------------------------------------------------------------------ entering and leaving
 
@@ -146,37 +151,38 @@ class WeightBroadcaster:
     async def connect(self) -> None:
         """Greet every engine and form the update groups, under the lock. Bounded by ``timeouts.connect`` each."""
         connected = False
+        self._closed = False
         try:
-            await finish(self._connect(), name=f"{self.name}: connect")
+            await self._greet_all()
+            await self._under_lock("connect", self._connect)
             connected = True
         finally:
             if not connected:
                 await self.aclose()
         self._open = True
 
-    async def _connect(self) -> None:
+    async def _under_lock(self, what: str, work: Callable[[EngineCalls, HeldLock], Awaitable[None]]) -> None:
+        await under_lock(self._lock, work, label=f"{self.name} {what}", timeouts=self._settings.timeouts)
+
+    async def _greet_all(self) -> None:
         limits = self._settings.timeouts
         roster = self._fleet.roster
         records = {name: roster[name] for name in self._fleet.names}
-        answers = await greet(self._fleet.engines, records, source=self.name, limit=limits.connect)
+        answers = await greet(self._fleet.engines, records, source=self.name, limit=limits.connect, field="connect")
         dropping = self._settings.on_engine_failure == "drop"
         for answer in answers.values():
             if isinstance(answer, EngineFailed) and not dropping:
                 raise answer
-        there = [e for e in self._fleet.engines if isinstance(answers[e.name], EngineInfo)]
-        calls = EngineCalls(Interrupt())
-        async with self._lock.hold(label=f"{self.name} connect", timeout=limits.lock) as held:
-            call = Call(source=self.name, fence=held.fence, timeout=limits.connect)
-            try:
-                await self._links.ensure(
-                    there,
-                    backend=self._pick_backend([a for a in answers.values() if isinstance(a, EngineInfo)]),
-                    incarnation=lambda name: roster[name].incarnation,
-                    calls=calls,
-                    call=call,
-                )
-            finally:
-                await calls.settle(limit=limits.drain)
+        self._greeted = {name: answer for name, answer in answers.items() if isinstance(answer, EngineInfo)}
+
+    async def _connect(self, calls: EngineCalls, held: HeldLock) -> None:
+        await self._links.ensure(
+            [engine for engine in self._fleet.engines if engine.name in self._greeted],
+            backend=self._pick_backend(list(self._greeted.values())),
+            incarnation=lambda name: self._fleet.roster[name].incarnation,
+            calls=calls,
+            call=Call(source=self.name, fence=held.fence, timeout=self._settings.timeouts.connect),
+        )
 
     def _pick_backend(self, infos: Sequence[EngineInfo], *, source_device: str | None = None) -> str:
         if self._backend != "auto":
@@ -186,12 +192,24 @@ class WeightBroadcaster:
         return "nccl" if here and all(cuda) else "gloo"
 
     async def aclose(self) -> None:
-        """Leave and close all groups. Idempotent, bounded by ``timeouts``, and quiet: it never raises for an engine."""
+        """Leave and close all groups. Idempotent, bounded by ``timeouts``, and quiet: it never raises for an engine.
+
+        An update that another task has under way is broken off first, and fails.
+        """
         self._open = False
+        self._closed = True
         await finish(self._close(), name=f"{self.name}: close")
 
     async def _close(self) -> None:
         limits = self._settings.timeouts
+        if self._running is not None:
+            self._running.break_off(Cancelled("the broadcaster was closed during the update"))
+        async with self._turn:
+            await self._close_links(limits)
+            for engine in self._fleet.engines:
+                await engine.aclose()
+
+    async def _close_links(self, limits: Timeouts) -> None:
         if self._links.all:
             call = Call(source=self.name, fence=0, timeout=limits.close)
             try:
@@ -203,8 +221,6 @@ class WeightBroadcaster:
                 for link in self._links.all:
                     link.abort()
                 await self._links.aclose(call)
-        for engine in self._fleet.engines:
-            await engine.aclose()
 
     # ----------------------------------------------------------------------------- updates
 
@@ -262,15 +278,19 @@ class WeightBroadcaster:
             **options,
         )
         task = asyncio.get_running_loop().create_task(update.run(), name=f"{self.name}: update {version}")
+        self._running = update
         try:
             return await finish(task, on_cancel=lambda: update.cancelled(task), name=task.get_name())
         finally:
+            self._running = None
             if story.published:
                 self._version = version
 
     def _check_version(self, version: int) -> None:
         if isinstance(version, bool) or not isinstance(version, int):
             raise ValueError(f"version must be an int, got {version!r}")
+        if self._closed:
+            raise ValueError(f"{self.name} is closed: connect() it again, or make a new broadcaster")
         if self._version is not None and version <= self._version:
             raise ValueError(f"version must increase: {version} after {self._version}")
 
@@ -301,14 +321,13 @@ class WeightBroadcaster:
         gone = self._fleet.remove(names)
         links = [link for link in self._links.all if link.names & set(names)]
         if links:
-            await finish(self._leave(links), name=f"{self.name}: remove engines")
+            await self._under_lock("remove engines", partial(self._leave, links))
         for engine in gone:
             await engine.aclose()
 
-    async def _leave(self, links: list[Any]) -> None:
-        limits = self._settings.timeouts
-        async with self._lock.hold(label=f"{self.name} remove engines", timeout=limits.lock) as held:
-            await self._links.drop(links, Call(source=self.name, fence=held.fence, timeout=limits.close))
+    async def _leave(self, links: list[Link], calls: EngineCalls, held: HeldLock) -> None:
+        limit = self._settings.timeouts.close
+        await self._links.drop(links, Call(source=self.name, fence=held.fence, timeout=limit))
 
     async def catch_up(self, source: WeightSource, *, verify: Verify | None = None) -> UpdateReport | None:
         """Bring those engines that are not on the current version to it, over a group of their own.

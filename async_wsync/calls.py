@@ -7,15 +7,26 @@ working on it. It ends by an answer, or its engine is quarantined.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from async_wsync.errors import BroadcastFailed, EngineDied, EngineFailed, EngineReplaced, EngineTimeout, StaleFence
+from async_wsync.errors import (
+    BroadcastFailed,
+    EngineDied,
+    EngineFailed,
+    EngineReplaced,
+    EngineTimeout,
+    StaleFence,
+    WeightSyncError,
+)
 from async_wsync.runtime.cancellation import settle
 from async_wsync.types import RolloutEngine
 
-__all__ = ["EngineCalls", "Interrupt", "Sent", "blame"]
+__all__ = ["EngineCalls", "Interrupt", "Sent", "blame", "told", "watched"]
+
+
+T = TypeVar("T")
 
 
 class Interrupt:
@@ -35,20 +46,34 @@ class Interrupt:
         return self._future
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Sent:
-    """One call: to whom, in which phase, and the task that waits for its answer."""
+    """One call: to whom, in which phase, and the task that waits for its answer. ``given_up``: by us, unanswered."""
 
     engine: str
     phase: str
     bucket: int | None
     task: asyncio.Task[Any]
+    given_up: bool = False
 
     @property
     def failure(self) -> BaseException | None:
-        if not self.task.done() or self.task.cancelled():
+        if not self.task.done() or self.given_up:
             return None
+        if self.task.cancelled():
+            # Not by us: an adapter let a cancellation out. It is no answer, least of all a good one.
+            return EngineFailed(
+                f"{self.engine}: {self.phase}: its adapter was cancelled from within",
+                engine=self.engine,
+                phase=self.phase,
+                bucket=self.bucket,
+            )
         return self.task.exception()
+
+    def give_up(self) -> None:
+        if not self.task.done():
+            self.given_up = True
+            self.task.cancel()
 
 
 class EngineCalls:
@@ -61,8 +86,8 @@ class EngineCalls:
     def start(
         self, engine: RolloutEngine, phase: str, call: Coroutine[Any, Any, Any], *, bucket: int | None = None
     ) -> Sent:
-        task = asyncio.get_running_loop().create_task(call, name=f"wsync {phase} {engine.name}")
-        task.add_done_callback(_mark_retrieved)
+        translated = told(engine.name, phase, call, bucket=bucket)
+        task = watched(translated, name=f"wsync {phase} {engine.name}")
         sent = Sent(engine.name, phase, bucket, task)
         self._sent.append(sent)
         return sent
@@ -92,6 +117,7 @@ class EngineCalls:
     ) -> None:
         """Return once all have succeeded; raise the first failure, the interruption, or `EngineTimeout`."""
         waited: set[asyncio.Future[Any]] = {s.task for s in sent} | set(also)
+        calls: dict[asyncio.Future[Any], Sent] = {s.task: s for s in sent}
         deadline = asyncio.get_running_loop().time() + limit
         while waited:
             left = deadline - asyncio.get_running_loop().time()
@@ -101,10 +127,23 @@ class EngineCalls:
             if self.interrupt.reason is not None:
                 raise self.interrupt.reason
             for future in done:
-                future.result()
+                failure = calls[future].failure if future in calls else future.exception()
+                if failure is not None:
+                    raise failure
             waited -= done
             if not done:
                 raise late(sent, field=field, limit=limit)
+
+    async def race(self, work: Coroutine[Any, Any, T]) -> T:
+        """The outcome of something other than an engine call, or the interruption, which leaves it behind."""
+        task = watched(work)
+        waits: set[asyncio.Future[Any]] = {task, self.interrupt.future}
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+            assert self.interrupt.reason is not None
+            raise self.interrupt.reason
+        return task.result()
 
     def pending(self) -> list[Sent]:
         return [s for s in self._sent if not s.task.done()]
@@ -128,7 +167,7 @@ class EngineCalls:
         await settle([s.task for s in self._sent], timeout=limit)
         silent = {s.engine: s for s in self.pending()}
         for sent in self.pending():
-            sent.task.cancel()
+            sent.give_up()
         await settle([s.task for s in self._sent], timeout=1.0)
         return silent
 
@@ -211,6 +250,24 @@ def _is_collateral(error: BaseException | None) -> bool:
 
 def _is_own(error: BaseException | None) -> bool:
     return isinstance(error, EngineFailed) and not error.is_collective
+
+
+async def told(engine: str, phase: str, call: Awaitable[T], *, bucket: int | None = None) -> T:
+    """The answer to ``call``. Adapters promise to raise `EngineFailed` and nothing else; hold them to it."""
+    try:
+        return await call
+    except EngineFailed:
+        raise
+    except Exception as error:
+        text = str(error) if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"
+        raise EngineFailed(f"{engine}: {phase}: {text}", engine=engine, phase=phase, bucket=bucket) from error
+
+
+def watched(work: Coroutine[Any, Any, T], *, name: str | None = None) -> asyncio.Task[T]:
+    """A task whose failure somebody reads later, or nobody does."""
+    task = asyncio.get_running_loop().create_task(work, name=name)
+    task.add_done_callback(_mark_retrieved)
+    return task
 
 
 def _mark_retrieved(task: asyncio.Task[Any]) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from async_wsync.calls import EngineCalls
-from async_wsync.errors import RendezvousError, WeightSyncError
+from async_wsync.calls import EngineCalls, told
+from async_wsync.errors import EngineFailed, RendezvousError
 from async_wsync.runtime.cancellation import settle
 from async_wsync.runtime.object_refs import node_address
 from async_wsync.runtime.rendezvous import Rendezvous
@@ -123,12 +124,15 @@ class Links:
         calls: EngineCalls,
         call: Call,
     ) -> Link:
+        out_of_time = time.monotonic() + self._timeouts.connect / 2
         for attempt in range(_ATTEMPTS):
             try:
                 group = await self._connect(members, backend, calls, call)
                 break
             except RendezvousError as error:
-                if attempt + 1 == _ATTEMPTS or calls.interrupt.reason is not None:
+                # A member that did not come within the whole limit would not come to another port either.
+                over = attempt + 1 == _ATTEMPTS or time.monotonic() > out_of_time
+                if over or calls.interrupt.reason is not None:
                     raise
                 logger.warning("update group not formed, trying again on another port: %s", error)
         link = Link(members, members[0].wire_format, group, tuple(incarnation(e.name) for e in members))
@@ -206,6 +210,6 @@ class Links:
 
 async def _quietly(engine: RolloutEngine, farewell: Awaitable[None]) -> None:
     try:
-        await farewell
-    except WeightSyncError as error:
+        await told(engine.name, "leave", farewell)
+    except EngineFailed as error:
         logger.debug("engine %s did not leave its group cleanly: %s", engine.name, error)

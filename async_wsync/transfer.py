@@ -15,7 +15,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from async_wsync.calls import EngineCalls, Sent, late
+from async_wsync.calls import EngineCalls, Sent, late, watched
 from async_wsync.errors import PhaseTimeout
 from async_wsync.links import Link
 from async_wsync.report import BucketTiming
@@ -111,7 +111,7 @@ class Transfer:
     async def _next(self, staged: AsyncIterator[StagedBucket]) -> StagedBucket | None:
         """Wait for the next staged bucket while watching those under way."""
         loop = asyncio.get_running_loop()
-        pull = loop.create_task(_pull(staged))
+        pull = watched(_pull(staged))
         idle_since = loop.time()
         try:
             while not pull.done():

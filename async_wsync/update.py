@@ -19,7 +19,15 @@ from dataclasses import dataclass, field
 from async_wsync.aftermath import Aftermath, table
 from async_wsync.attempt import Attempt
 from async_wsync.calls import EngineCalls, Interrupt
-from async_wsync.errors import Cancelled, EngineFailed, EngineRejected, PhaseTimeout, UpdateFailed
+from async_wsync.errors import (
+    Cancelled,
+    EngineFailed,
+    EngineRejected,
+    LeaseLost,
+    PhaseTimeout,
+    UpdateFailed,
+    WeightSyncError,
+)
 from async_wsync.fleet import Fleet
 from async_wsync.greeting import greet
 from async_wsync.links import Links
@@ -41,6 +49,7 @@ from async_wsync.types import (
 __all__ = ["Update"]
 
 _LOST_HELLO = 2.0  # seconds for an engine that was already lost, where the update can go on without it
+_SETTLE_SHARE = 0.25  # of the drain: what a cancelled update keeps of it for settling, if it cannot finish
 
 
 @dataclass(eq=False, kw_only=True)
@@ -65,28 +74,52 @@ class Update:
     keep_others: bool = False
     committed: bool = False
     stopped: Cancelled | None = None
+    failure: UpdateFailed | None = None
     interrupt: Interrupt = field(default_factory=Interrupt)
     backend: str = ""
+    _over_by: float = 0.0  # all of it, in the loop's time
+    _drained_by: float | None = None  # since the caller was cancelled
+    _early: asyncio.Timeout | None = None
+    _timers: list[asyncio.TimerHandle] = field(default_factory=list)
 
     # ---------------------------------------------------------------------- the script
 
     async def run(self) -> UpdateReport:
         loop = asyncio.get_running_loop()
         limit = self.settings.timeouts.total
-        alarm = loop.call_later(limit, self._out_of_time, limit)
-        status = "failed"
+        self._over_by = loop.time() + limit
+        self._timers.append(loop.call_later(limit, lambda: self.interrupt.fire(self._out_of_time())))
+        done = False
         try:
-            spec = await self._plan()
-            engines = await self._greet()
+            async with self._within_total():
+                spec = await self._plan()
+                engines = await self._greet()
             self._start_bar(spec)
             await self._carry_out(spec, engines)
-            status = "done"
+            done = True
             return self._report(spec)
         finally:
-            alarm.cancel()
-            self.progress.close(status="cancelled" if self.stopped else status)
-            await finish(self.pump.aclose())
-            self.story.event("update_finished" if status == "done" else "update_failed")
+            for timer in self._timers:
+                timer.cancel()
+            cancelled = self._drained_by is not None
+            self.progress.close(status="done" if done else "cancelled" if cancelled else "failed")
+            await finish(self.pump.aclose(self.settings.timeouts.close))
+            self.story.event("update_finished" if done else "update_failed")
+
+    @asynccontextmanager
+    async def _within_total(self) -> AsyncIterator[None]:
+        """For the waits before anything was touched, which do not race against the interrupt themselves."""
+        if self.interrupt.reason is not None:
+            raise self.interrupt.reason
+        try:
+            async with asyncio.timeout_at(self._over_by) as self._early:
+                yield
+        except TimeoutError as error:
+            if not self._early.expired() or isinstance(error, WeightSyncError):
+                raise
+            raise self.interrupt.reason or self._out_of_time() from error
+        finally:
+            self._early = None
 
     @property
     def _may_be_empty(self) -> bool:
@@ -149,18 +182,23 @@ class Update:
 
     @asynccontextmanager
     async def _hold(self) -> AsyncIterator[None]:
-        async with AsyncExitStack() as stack:
-            with self.story.during("lock"):
-                hold = self.lock.hold(
-                    label=f"{self.source} update {self.story.version}", timeout=self.settings.timeouts.lock
-                )
-                self.story.held = await stack.enter_async_context(hold)
-            self.story.event("lock_acquired")
-            self.committed = True
-            try:
-                yield
-            finally:
-                self.story.held = None
+        label = f"{self.source} update {self.story.version}"
+        try:
+            async with AsyncExitStack() as stack:
+                with self.story.during("lock"):
+                    async with self._within_total():
+                        hold = self.lock.hold(label=label, timeout=self.settings.timeouts.lock)
+                        self.story.held = await stack.enter_async_context(hold)
+                self.story.event("lock_acquired")
+                self.committed = True
+                try:
+                    yield
+                finally:
+                    self.story.held = None
+        except LeaseLost as lost:
+            if self.failure is not None:
+                lost.add_note(str(self.failure))
+            raise
 
     async def _carry_out(self, spec: UpdateSpec, engines: list[RolloutEngine]) -> None:
         """Try; where a failure is some engines' fault and the others may go on, try again without those."""
@@ -170,7 +208,8 @@ class Update:
                 try:
                     async with self._settled(attempt):
                         await self._bracket(attempt)
-                    return await self._serve_again(attempt)
+                    # To its end, also where the lease is lost meanwhile: the version is out.
+                    return await finish(self._serve_again(attempt), name="resuming after an update")
                 except UpdateFailed as failure:
                     engines = self._survivors(attempt, failure)
                 self.story.rebuilds += 1
@@ -199,6 +238,7 @@ class Update:
             pause_mode=self.pause_mode,
             keep_others=self.keep_others,
             should_stop=lambda: self.stopped,
+            drain_left=self._drain_left,
         )
 
     @asynccontextmanager
@@ -221,7 +261,9 @@ class Update:
             raise failure.__cause__ if isinstance(failure.__cause__, EngineRejected) else failure
 
     async def _settle(self, attempt: Attempt, first: BaseException) -> UpdateFailed:
-        return await Aftermath(attempt, await self._explain(attempt, first)).run()
+        attempt.lease_lost = isinstance(first, asyncio.CancelledError)
+        self.failure = await Aftermath(attempt, await self._explain(attempt, first)).run()
+        return self.failure
 
     async def _explain(self, attempt: Attempt, first: BaseException) -> BaseException:
         return first
@@ -275,23 +317,36 @@ class Update:
             started_at=story.started_at,
         )
 
-    def _out_of_time(self, limit: float) -> None:
-        self.interrupt.fire(
-            PhaseTimeout(
-                f"the update took longer than {limit:g} s (Timeouts.total), in {self.story.phase or 'its start'}",
-                phase=self.story.phase,
-                field="total",
-                seconds=limit,
-            )
+    def _out_of_time(self) -> PhaseTimeout:
+        limit = self.settings.timeouts.total
+        return PhaseTimeout(
+            f"the update took longer than {limit:g} s (Timeouts.total), in {self.story.phase or 'its start'}",
+            phase=self.story.phase,
+            field="total",
+            seconds=limit,
         )
+
+    def _drain_left(self) -> float:
+        drain = self.settings.timeouts.drain
+        if self._drained_by is None:
+            return drain
+        return max(self._drained_by - asyncio.get_running_loop().time(), _SETTLE_SHARE * drain)
+
+    def break_off(self, reason: Exception) -> None:
+        """End the update with this failure, wherever it is."""
+        self.interrupt.fire(reason)
+        if self._early is not None:
+            self._early.reschedule(asyncio.get_running_loop().time())
 
     def cancelled(self, task: asyncio.Task[UpdateReport]) -> None:
         """The caller was cancelled. Before anything was touched, leave; after that, finish or stop within ``drain``."""
+        loop = asyncio.get_running_loop()
+        drain = self.settings.timeouts.drain
+        self._drained_by = loop.time() + drain
         if not self.committed:
             task.cancel()
             return
-        drain = self.settings.timeouts.drain
         if self.settings.on_cancel == "stop":
             self.stopped = Cancelled("the update was cancelled and stopped at a bucket boundary (on_cancel='stop')")
         late = Cancelled(f"the update was cancelled and could not end within {drain:g} s (Timeouts.drain)")
-        asyncio.get_running_loop().call_later(drain, self.interrupt.fire, late)
+        self._timers.append(loop.call_later((1 - _SETTLE_SHARE) * drain, self.interrupt.fire, late))
