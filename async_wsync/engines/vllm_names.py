@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
@@ -43,8 +43,8 @@ class _Target:
     tensor: torch.Tensor
     wanted: int
     storage: int | None
-    loader: Callable[..., Any]
     given: int = 0
+    names: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -57,6 +57,7 @@ class _Trial:
 
     def take(self, target: _Target, numel: int, loaded: torch.Tensor | None) -> None:
         target.given += numel
+        target.names.add(self.current)
         self.taken[self.current] = self.taken.get(self.current, 0) + numel
         if loaded is not None and loaded.dtype != target.tensor.dtype:
             self.dtypes[self.current] = (str(loaded.dtype)[6:], str(target.tensor.dtype)[6:])
@@ -74,7 +75,7 @@ def inspect_manifest(
     trial = _Trial()
     with _counting(model, model_config, trial) as targets:
         errors = _try_all(model, metas, trial, targets)
-        missing = _missing(model, targets, {m.name for m in metas}) if strict else []
+        missing = _missing(model, targets, {m.name for m in metas}, errors) if strict else []
     ignored = {m.name for m in metas if m.name not in trial.taken and _may_be_ignored(m.name, model_config)}
     unknown = [n for n in errors if n not in trial.taken and n not in ignored]
     unused = [m.name for m in metas if m.name not in {*trial.taken, *errors, *ignored}]
@@ -145,7 +146,7 @@ def _load(model: nn.Module, metas: Iterable[ParamMeta], trial: _Trial) -> None:
     load_weights(tensors())
 
 
-def _missing(model: nn.Module, targets: list[_Target], sent: set[str]) -> list[str]:
+def _missing(model: nn.Module, targets: list[_Target], sent: set[str], errors: Mapping[str, str]) -> list[str]:
     # A tied parameter is one memory under two names; either is enough.
     covered = {t.storage for t in targets if t.given >= t.wanted}
     fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
@@ -153,6 +154,8 @@ def _missing(model: nn.Module, targets: list[_Target], sent: set[str]) -> list[s
     for target in targets:
         if target.given >= target.wanted or (target.storage is not None and target.storage in covered):
             continue
+        if not target.names.isdisjoint(errors):
+            continue  # told as mismatched already
         module, _, leaf = target.name.rpartition(".")
         parent, _, last = module.rpartition(".")
         parts = [f"{parent}.{part}.{leaf}" for part in fused.get(last, ())]
@@ -173,14 +176,37 @@ def _counting(model: nn.Module, model_config: Any, trial: _Trial) -> Iterator[li
     )
 
     initialize_layerwise_reload(model)
-    targets: list[_Target] = []
+    changed = _Changes()
     try:
-        targets += _replace_loaders(model, trial, get_layerwise_info)
-        yield targets
+        yield _replace_loaders(model, trial, get_layerwise_info, changed)
     finally:
-        for target in targets:
-            target.tensor.weight_loader = target.loader  # type: ignore[attr-defined]
+        changed.undo()
         drop_half_loaded(model, model_config, finalize_layerwise_reload, get_layerwise_info)
+
+
+class _Changes:
+    """What was put in place of what."""
+
+    def __init__(self) -> None:
+        self._parameters: list[tuple[nn.Module, str, Any]] = []
+        self._loaders: list[tuple[Any, Any]] = []
+
+    def loader(self, tensor: Any, loader: Callable[..., Any]) -> None:
+        self._loaders.append((tensor, getattr(tensor, "weight_loader", None)))
+        tensor.weight_loader = loader
+
+    def parameter(self, layer: nn.Module, name: str, tensor: Any) -> None:
+        self._parameters.append((layer, name, layer._parameters[name]))
+        layer._parameters[name] = tensor
+
+    def undo(self) -> None:
+        for tensor, loader in self._loaders:
+            if loader is None:
+                del tensor.weight_loader
+            else:
+                tensor.weight_loader = loader
+        for layer, name, tensor in self._parameters:
+            layer._parameters[name] = tensor
 
 
 def drop_half_loaded(
@@ -201,26 +227,31 @@ def drop_half_loaded(
         log.setLevel(level)
 
 
-def _replace_loaders(model: nn.Module, trial: _Trial, info_of: Callable[[nn.Module], Any]) -> list[_Target]:
-    targets: list[_Target] = []
-    seen: set[int] = set()
+def _replace_loaders(
+    model: nn.Module, trial: _Trial, info_of: Callable[[nn.Module], Any], changed: _Changes
+) -> list[_Target]:
+    from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
+
+    targets: dict[int, _Target] = {}
     for prefix, layer in model.named_modules():
         kernel: dict[str, torch.Tensor] = (info_of(layer).kernel_tensors or ({}, {}))[0]
-        for name, tensor in layer._parameters.items():
-            if tensor is None or id(tensor) in seen:
+        for name, tensor in list(layer._parameters.items()):
+            if tensor is None or id(tensor) in targets:
                 continue
-            seen.add(id(tensor))
-            had = getattr(tensor, "weight_loader", None) or _default_loader()
+            meta: Any = tensor
+            if not tensor.is_meta:  # vLLM leaves biases where they are
+                meta = to_meta_tensor(tensor)
+                changed.parameter(layer, name, meta)
             target = _Target(
                 name=f"{prefix}.{name}".lstrip("."),
-                tensor=tensor,
-                wanted=_wanted(layer, tensor),
+                tensor=meta,
+                wanted=_wanted(layer, meta),
                 storage=_storage(kernel.get(name)),
-                loader=had,
             )
-            tensor.weight_loader = _counter(target, _unwrapped(had), trial)
-            targets.append(target)
-    return targets
+            targets[id(tensor)] = targets[id(meta)] = target
+            loader = _unwrapped(getattr(meta, "weight_loader", None) or _default_loader())
+            changed.loader(meta, _counter(target, loader, trial))
+    return list(dict.fromkeys(targets.values()))
 
 
 def _default_loader() -> Callable[..., Any]:

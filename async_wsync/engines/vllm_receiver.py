@@ -21,7 +21,7 @@ import uuid
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -32,7 +32,7 @@ from async_wsync.engines import vllm_wire as wire
 from async_wsync.engines.ledger import Part, Session, WeightLedger
 from async_wsync.engines.seat import GroupSeat
 from async_wsync.errors import EngineFailed, StaleFence
-from async_wsync.types import BucketSpec, Call, EngineState, Manifest, UpdateSpec, WireFormat
+from async_wsync.types import BucketSpec, Call, EngineState, Manifest, ParamMeta, UpdateSpec, WireFormat
 
 __all__ = ["Loader", "VLLMReceiver"]
 
@@ -59,6 +59,15 @@ class Loader(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """The last manifest that was checked."""
+
+    key: str
+    findings: wire.Findings
+    params: frozenset[ParamMeta]
+
+
 class VLLMReceiver:
     """``rank``: this worker's among all ranks of its engine, data parallel replicas included."""
 
@@ -74,8 +83,9 @@ class VLLMReceiver:
         self._fence = 0
         self._landed: deque[tuple[str, Session, Part, BucketSpec, dict[str, torch.Tensor]]] = deque()
         self._outcomes: OrderedDict[str, dict[str, Any] | None] = OrderedDict()
-        self._checked: tuple[str, wire.Findings] | None = None
+        self._checked: _Checked | None = None
         self._open = False  # between vLLM's own start and finish
+        self._loading = False  # between the loader's open and close
         self._closing: Session | None = None
         self._close_failure: dict[str, Any] | None = None
         self.load_seconds = 0.0
@@ -183,6 +193,7 @@ class VLLMReceiver:
     # ------------------------------------------------------------------------ what this worker is
 
     def _hello(self, call: Call, request: Mapping[str, Any]) -> dict[str, Any]:
+        self._notice_desertion()
         return {
             "rank": self._rank,
             "num_ranks": self._num_ranks,
@@ -204,17 +215,27 @@ class VLLMReceiver:
     def _check(self, call: Call, request: Mapping[str, Any]) -> dict[str, Any]:
         update = wire.decode_update(request["update"])
         sent = [meta for bucket in update.buckets for meta in bucket.params]
-        if sent != list(update.manifest.params):
+        if sent and sent != list(update.manifest.params):
             raise EngineFailed("the buckets do not hold the manifest's tensors in the manifest's order")
-        if self._open:
-            raise EngineFailed("an update is open here; reset comes first")
-        return asdict(self._inspected(update))
-
-    def _inspected(self, update: UpdateSpec) -> wire.Findings:
         key = f"{update.manifest.fingerprint()} {update.strict}"
-        if self._checked is None or self._checked[0] != key:
-            self._checked = (key, self._loader.inspect(update.manifest, strict=update.strict))
-        return self._checked[1]
+        if self._checked is None or self._checked.key != key:
+            self._drop_stale()
+            findings = self._loader.inspect(update.manifest, strict=update.strict)
+            self._checked = _Checked(key, findings, frozenset(update.manifest.params))
+        return asdict(self._checked.findings)
+
+    def _drop_stale(self) -> None:
+        """Whoever may check has the lock: an update that is open now was left open by a source that is gone."""
+        if self._loading:
+            self._break_off()
+            self._loader.close(keep=False)
+            self._loading = False
+
+    def _require_checked(self, update: UpdateSpec) -> None:
+        """A source of a round sends a part of what was checked for all of them."""
+        checked = self._checked
+        if checked is None or checked.findings.bad or not checked.params.issuperset(update.manifest.params):
+            raise EngineFailed("this manifest was not checked, or did not fit")
 
     # ------------------------------------------------------------------------ groups
 
@@ -225,10 +246,9 @@ class VLLMReceiver:
             raise EngineFailed(f"rank {rank} of worker {self._rank} is not in a group of {spec.world_size}")
         if spec.name in self._seats:
             raise EngineFailed(f"group {spec.name} was joined already")
-        mine = [s for s in self._seats.values() if s.source == call.source]
-        idle = [s for s in self._seats.values() if s not in mine and not s.busy]
-        # A source that joins us to a new group has done with its earlier ones.
-        for old in [*mine, *idle[: max(0, len(self._seats) - _MAX_SEATS)]]:
+        over = [s for s in self._seats.values() if s.deserted or (s.source == call.source and spec.backend == "nccl")]
+        idle = [s for s in self._seats.values() if s not in over and not s.busy]
+        for old in [*over, *idle[: max(0, len(self._seats) - _MAX_SEATS)]]:
             self._dismiss(old)
         member = f"{self._name} rank {self._rank}"
         seat = GroupSeat(spec, rank, source=call.source, fence=call.fence, member=member)
@@ -259,9 +279,7 @@ class VLLMReceiver:
     def _begin(self, call: Call, request: Mapping[str, Any]) -> dict[str, bool]:
         """Open the update. Answers which of vLLM's own calls must follow."""
         update = wire.decode_update(request["update"])
-        key = f"{update.manifest.fingerprint()} {update.strict}"
-        if self._checked is None or self._checked[0] != key or self._checked[1].bad:
-            raise EngineFailed("this manifest was not checked, or did not fit")
+        self._require_checked(update)
         with self._changed:
             adds_part = self._ledger.accepts_part(update.update_id, call.source)
         if not adds_part:
@@ -276,7 +294,7 @@ class VLLMReceiver:
             seat.expect(list(part.buckets))
         self._closing = self._close_failure = None
         self.load_seconds = 0.0
-        return {"finish": self._open and not adds_part, "start": not (self._open and adds_part)}
+        return {"finish": self._open and not adds_part, "start": not adds_part}
 
     def started(self) -> None:
         """vLLM's start_weight_update. Never raises: `_status` tells."""
@@ -284,6 +302,7 @@ class VLLMReceiver:
         self._open = True
         try:
             self._loader.open()
+            self._loading = True
         except Exception as error:
             logger.exception("vLLM could not start the update")
             self._close_failure = wire.failure_of(error)
@@ -297,7 +316,9 @@ class VLLMReceiver:
         began = time.monotonic()
         keep = session is not None and session is self._ledger.session
         try:
-            self._loader.close(keep=keep)
+            if self._loading:
+                self._loading = False
+                self._loader.close(keep=keep)
             if keep:
                 assert session is not None
                 with self._changed:
@@ -310,7 +331,7 @@ class VLLMReceiver:
         self.load_seconds += time.monotonic() - began
 
     def _receive(self, call: Call, request: Mapping[str, Any]) -> Future[Any]:
-        if not self._open:
+        if not self._loading:
             raise EngineFailed("vLLM's start_weight_update has not been called")
         with self._changed:
             session, part = self._ledger.part(request["update_id"], call.source)
@@ -376,7 +397,7 @@ class VLLMReceiver:
         named += [(alias, targets[name]) for alias, name in part.update.manifest.aliases if name in targets]
         with self._changed:
             self._ledger.check_open(session)
-            if not self._open:
+            if not self._loading:
                 raise EngineFailed("vLLM's finish_weight_update came before all buckets were loaded")
             self._ledger.suspect(name for name, _ in named)
         began = time.monotonic()
@@ -404,13 +425,21 @@ class VLLMReceiver:
 
     def _break_off(self) -> None:
         with self._changed:
-            session = self._ledger.session
+            seats = self._session_seats()
             self._ledger.break_off()
-            groups = set() if session is None else {part.update.group for part in session.parts.values()}
-            seats = [seat for name, seat in self._seats.items() if name in groups]
         for seat in seats:
             if seat.busy:
                 seat.abort()
+
+    def _session_seats(self) -> list[GroupSeat]:
+        session = self._ledger.session
+        groups = set() if session is None or session.ended else {p.update.group for p in session.parts.values()}
+        return [seat for name, seat in self._seats.items() if name in groups]
+
+    def _notice_desertion(self) -> None:
+        """A source that died between two buckets leaves an open update that nobody will end."""
+        if any(seat.deserted for seat in self._session_seats()):
+            self._break_off()
 
     @property
     def state(self) -> EngineState:

@@ -10,6 +10,7 @@ import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,17 @@ from async_wsync.engines.vllm import VLLMActor, VLLMServer
 from async_wsync.errors import EngineDied, EngineFailed, EngineRejected, StaleFence
 from async_wsync.runtime.update_group import Rendezvous
 from async_wsync.sources import ModuleSource, StateDictSource
-from async_wsync.types import Call, EngineState, Manifest, PauseMode, Timeouts, UpdateEvent, UpdateSpec, WireFormat
+from async_wsync.types import (
+    Call,
+    EngineInfo,
+    EngineState,
+    Manifest,
+    PauseMode,
+    Timeouts,
+    UpdateEvent,
+    UpdateSpec,
+    WireFormat,
+)
 from tests.engines import vllm_rig as rig
 
 pytestmark = [
@@ -57,6 +68,10 @@ class Fleet:
         answer = await self.handle.generate.remote(prompt, rig.sampling())
         tokens: list[int] = answer["token_ids"]
         return tokens
+
+    async def hello(self, engine: str) -> EngineInfo:
+        async with aclosing(self.adapter(engine)) as adapter:
+            return await adapter.hello(_call())
 
     def adapter(self, engine: str) -> VLLMActor | VLLMServer:
         return self.http() if engine == "server" else self.actor()
@@ -109,14 +124,14 @@ async def test_greedy_tokens_are_those_of_transformers_on_the_new_weights(fleet:
         assert await fleet.say(engine) == wanted
         assert wb.current_engines() == (engine,)
     assert report.num_buckets > 5
-    info = await fleet.adapter(engine).hello(_call())
+    info = await fleet.hello(engine)
     assert (info.version, info.state) == (version, EngineState.CURRENT)
     assert info.notes == (), "vLLM's own version is ours"
 
 
 async def test_a_sample_carries_the_version_that_made_it(fleet: Fleet) -> None:
     await heal(fleet, fleet.actor(), seed=20)
-    version = (await fleet.actor().hello(_call())).version
+    version = (await fleet.hello("actor")).version
     answer = await fleet.handle.generate.remote(rig.PROMPT, rig.sampling())
     assert answer["weight_versions"] == [{"version": str(version), "start": 0, "end": 16}]
     assert await fleet.handle.raw.remote("get_weight_version") == str(version)
@@ -151,7 +166,7 @@ async def test_a_request_in_flight_over_an_update(fleet: Fleet, mode: PauseMode)
     running = fleet.handle.generate.remote(rig.PROMPT, rig.sampling(num_tokens))
     while await fleet.handle.seen.remote() < 5:
         await asyncio.sleep(0.01)
-    before = (await fleet.actor().hello(_call())).version
+    before = (await fleet.hello("actor")).version
     async with broadcaster(fleet.actor(), pause_mode=mode) as wb:
         assert await fleet.handle.seen.remote() < num_tokens
         await wb.update_weights(ModuleSource(new), version=(version := next(_versions)))
@@ -370,7 +385,7 @@ async def test_a_trainer_killed_in_an_update_is_survived_and_the_next_one_heals(
         assert line == b"half way\n"
         engine = fleet.http()
         until = time.monotonic() + 20
-        while (await engine.hello(_call())).state is not EngineState.UPDATING or time.monotonic() > until:
+        while (await engine.hello(_call())).state is not EngineState.UPDATING and time.monotonic() < until:
             await asyncio.sleep(0.05)
         await asyncio.sleep(0.5)
     finally:
@@ -387,6 +402,7 @@ async def test_a_trainer_killed_in_an_update_is_survived_and_the_next_one_heals(
         await engine.resume(_call())
     model = await heal(fleet, engine, seed=71)
     assert await fleet.say("server") == rig.greedy(model, rig.PROMPT)
+    await engine.aclose()
 
 
 async def _with_tp(path: str) -> AsyncIterator[Any]:
@@ -428,7 +444,7 @@ async def test_tensor_parallel_ranks_and_tied_weights(fleet: Fleet, tmp_path: Pa
 async def test_an_engine_killed_in_an_update_is_named_and_the_other_goes_on(fleet: Fleet) -> None:
     """Last: the actor's engine is gone afterwards."""
     actor, server = fleet.actor(), fleet.http()
-    worker = (await actor.hello(_call())).pid
+    worker = (await fleet.hello("actor")).pid
     killed: list[int] = []
 
     def kill(event: UpdateEvent) -> None:
@@ -460,6 +476,6 @@ def test_the_adapters_say_what_they_are() -> None:
 
 async def test_a_server_that_is_not_there_is_named() -> None:
     server = VLLMServer("http://127.0.0.1:9", name="ghost")
-    with pytest.raises(EngineDied, match="ghost"):
-        await server.hello(_call(2.0))
-    await server.aclose()
+    async with aclosing(server):
+        with pytest.raises(EngineDied, match="ghost"):
+            await server.hello(_call(2.0))
