@@ -7,6 +7,7 @@ so that the release that they wait for is never let in. Clients poll instead; th
 from __future__ import annotations
 
 import logging
+import os
 import time
 import warnings
 from typing import Any
@@ -62,13 +63,16 @@ class LockServer:
         now = self._bury()
         return self._state.revoke(claim, now=now, why="revoked by hand")
 
-    def watch(self, card: ClientCard, refs: list[Any], beacon: Any = None) -> str:
+    def watch(self, card: ClientCard, refs: list[Any], beacon: Any = None) -> None:
         """Notice this client's death from here on. ``refs``: at most one reference, owned by the client."""
-        return self._obituaries.watch(card, refs[0] if refs else None, beacon)
+        self._obituaries.watch(card, refs[0] if refs else None, beacon)
 
     def status(self) -> dict[str, Any]:
-        now = self._bury()
-        return {"name": self._name, "restarted": self._restarted, **self._state.status(now)}
+        """`LockState.status`, with the server's own pid, whether it has restarted, and how the holder is watched."""
+        status = self._state.status(self._bury())
+        if self._state.holder is not None:
+            status["holder"]["watched_by"] = self._obituaries.how(self._state.holder.who.client)
+        return {"name": self._name, "server_pid": os.getpid(), "restarted": self._restarted, **status}
 
     def _bury(self) -> float:
         """Act on the deaths that the watchers saw; returns now."""

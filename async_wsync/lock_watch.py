@@ -45,6 +45,8 @@ class ClientCard:
 class Beacon:
     """Lives as long as its owner. The server's call to `wait` never returns; it fails when the owner dies."""
 
+    def ready(self) -> None: ...
+
     def wait(self) -> None:
         threading.Event().wait()
 
@@ -84,6 +86,7 @@ class Obituaries:
         self._refs: dict[str, Any] = {}
         self._beacons: dict[str, Any] = {}
         self._heard: dict[str, float] = {}
+        self._ways: dict[str, list[str]] = {}
         self._memory = memory
         self._pids = _PidWatch(self._report) if pidfds and hasattr(os, "pidfd_open") else None
         self._wake = threading.Event()
@@ -97,26 +100,31 @@ class Obituaries:
         if not self._wake.is_set():
             self._wake.set()
 
-    def watch(self, card: ClientCard, ref: Any, beacon: Any) -> str:
-        """Start watching; returns how, of "pid", "beacon" and "ref"."""
+    def how(self, client: str) -> list[str]:
+        """The ways in which this client's death would be noticed, of "pid", "beacon" and "ref"."""
+        return list(self._ways.get(client, ()))
+
+    def watch(self, card: ClientCard, ref: Any, beacon: Any) -> None:
+        """Start watching. Of no effect for a client that is known."""
         if card.client in self._known:
-            return "known"
+            return
         self._known[card.client] = card
-        how = []
+        ways = self._ways[card.client] = []
         if self._pids is not None and card.machine and card.machine == _machine() and self._pids.add(card):
-            how.append("pid")
+            ways.append("pid")
         if beacon is not None:
-            # The server owns this reference, so its failure is the beacon's death and not the client's word for it.
-            call = self._beacons[card.client] = beacon.wait.remote()
+            # The server owns these references, so that their failure is the beacon's death and not the client's word.
+            ready = beacon.ready.remote()
+            ready.future().add_done_callback(lambda future: _add_way(ways, future))
+            call = beacon.wait.remote()
             call.future().add_done_callback(lambda future: self._beacon_fell(card.client, future))
-            how.append("beacon")
-        if ref is not None and "pid" not in how:
+            self._beacons[card.client] = (beacon, ready, call)
+        if ref is not None and not ways:
+            ways.append("ref")
             self._refs[card.client] = ref
-            how.append("ref")
             self.heard(card.client)
             if self._ref_thread is None:
                 self._ref_thread = start_daemon(self._ask_refs, name="wsync-lock-obituaries")
-        return "+".join(how)
 
     def drain(self) -> list[tuple[str, str]]:
         """(client, how it was seen) for each death since the last call."""
@@ -130,6 +138,7 @@ class Obituaries:
             self._refs.pop(client, None)
             self._beacons.pop(client, None)
             self._heard.pop(client, None)
+            self._ways.pop(client, None)
         return dead
 
     def _report(self, client: str, why: str) -> None:
@@ -157,6 +166,11 @@ class Obituaries:
             else:
                 self._wake.clear()
                 self._wake.wait(5.0)
+
+
+def _add_way(ways: list[str], ready: Future[Any]) -> None:
+    if not ready.cancelled() and ready.exception() is None:
+        ways.append("beacon")
 
 
 def _owner_died(ref: Any) -> bool:
