@@ -30,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     from async_wsync import __version__
     from async_wsync.cli_lock import add_lock_commands
+    from async_wsync.cli_push import add_push_command
 
     parser = argparse.ArgumentParser(
         prog="async-wsync", description="Broadcasts new model weights from a trainer into running rollout engines."
@@ -38,6 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_demo(commands)
     add_lock_commands(commands)
+    add_push_command(commands)
     return parser
 
 
@@ -55,6 +57,15 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "--steps", type=int, default=60, metavar="N", help="training steps an update (default %(default)s)"
     )
     demo.add_argument("--seed", type=int, default=0, metavar="N", help="of the model, the batches and the samples")
+    demo.add_argument(
+        "--sources", type=int, default=1, metavar="N", help="1, or 2: two pipeline stages share each update (default 1)"
+    )
+    demo.add_argument(
+        "--kill-engine-at",
+        type=int,
+        metavar="N",
+        help="kill an engine in the middle of update N; another takes its place",
+    )
     demo.add_argument("--json", type=Path, metavar="PATH", help="write the figures there")
     demo.add_argument("--address", metavar="ADDRESS", help="join this Ray cluster ('auto': the one running here)")
     demo.set_defaults(run=_run_demo)
@@ -69,6 +80,8 @@ def _run_demo(arguments: argparse.Namespace) -> int:
         steps=arguments.steps,
         seed=arguments.seed,
         address=arguments.address,
+        sources=arguments.sources,
+        kill_engine_at=arguments.kill_engine_at,
     )
     result = run_demo(options, out=lambda line: print(line, flush=True))
     print(result.table(), flush=True)

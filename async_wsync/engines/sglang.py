@@ -74,6 +74,20 @@ class SGLangServer(LoRALoader):
         self._pause_mode: PauseMode | None = None
         self._checked: dict[tuple[str, bool, str], tuple[str, ...]] = {}
 
+    @classmethod
+    async def discover(cls, url: str, *, timeout: float = 30.0, **options: Any) -> SGLangServer:
+        """The server at ``url``, asked for its number of ranks. ``options`` as for the class."""
+        engine = cls(url, **options)
+        done = False
+        try:
+            facts = await engine._get("/server_info", Call(source="", fence=0, timeout=timeout), "hello")
+            engine._num_ranks = int(facts.get("tp_size") or 1)
+            done = True
+        finally:
+            if not done:
+                await engine.aclose()
+        return engine
+
     def __repr__(self) -> str:
         return f"<SGLangServer {self._name} {self._num_ranks} ranks, {self._wire_format.value}>"
 
