@@ -108,5 +108,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    ray.init(num_cpus=6, include_dashboard=False)
+    ray.init(address="local", num_cpus=6, include_dashboard=False)
     asyncio.run(main())

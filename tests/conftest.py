@@ -43,6 +43,7 @@ def ray_cluster() -> Iterator[RayCluster]:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     namespace = f"tests-{uuid.uuid4().hex[:8]}"
     context = ray.init(
+        address="local",  # whatever other cluster runs on this machine
         num_cpus=8,
         include_dashboard=False,
         namespace=namespace,

@@ -13,26 +13,20 @@ from typing import Any
 import ray
 import torch
 
-from async_wsync.broadcaster import WeightBroadcaster
-from async_wsync.core.checksum import combined, model_digests
+from async_wsync.core.checksum import combined
 from async_wsync.demo.engine import DemoEngine, EngineTally, Sample
 from async_wsync.demo.result import DemoResult, EngineResult, UpdateResult
-from async_wsync.demo.text import load_text
-from async_wsync.demo.trainer import Trainer
-from async_wsync.engines.torch_engine import TorchEngine
+from async_wsync.demo.sources import LocalTrainer, Pipeline, Sources, Updated
+from async_wsync.demo.text import Text, load_text
+from async_wsync.errors import UpdateFailed
 from async_wsync.lock import BroadcastLock
-from async_wsync.progress import TqdmProgress
-from async_wsync.runtime.loop_gap import LoopGapMeter
+from async_wsync.report import format_seconds
 from async_wsync.runtime.object_refs import await_ref
-from async_wsync.runtime.threads import DaemonWorker
-from async_wsync.sources import ModuleSource
-from async_wsync.types import PauseMode
 
 __all__ = ["DemoOptions", "run_demo"]
 
-BUCKET_BYTES = 1 << 20  # small, so that the bar has something to show
 NUM_SAMPLES_SHOWN = 6
-LAST_SAMPLE_LIMIT = 30.0  # seconds for each engine to write with the last version
+SAMPLE_LIMIT = 60.0  # seconds for an engine to write with the version asked for
 OBJECT_STORE_BYTES = 100 << 20
 
 Print = Callable[[str], None]
@@ -40,18 +34,30 @@ Print = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOptions:
-    """``address``: of a Ray cluster to join; None starts one. ``steps``: training steps between updates."""
+    """``address``: of a Ray cluster to join; None starts one. ``steps``: training steps between updates.
+
+    ``sources``: 1, or 2 for two pipeline stages. ``kill_engine_at``: the update in whose middle an engine is killed.
+    """
 
     updates: int = 20
     engines: int = 2
     steps: int = 60
     seed: int = 0
     address: str | None = None
+    sources: int = 1
+    kill_engine_at: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("updates", "engines", "steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.sources not in (1, 2):
+            raise ValueError(f"sources must be 1 or 2, got {self.sources}")
+        if self.kill_engine_at is not None:
+            if not 1 <= self.kill_engine_at <= self.updates:
+                raise ValueError(f"kill-engine-at must be from 1 to {self.updates}, got {self.kill_engine_at}")
+            if self.engines < 2:
+                raise ValueError("kill-engine-at needs at least 2 engines: one has to go on")
 
 
 def run_demo(options: DemoOptions, *, out: Print = print) -> DemoResult:
@@ -67,8 +73,14 @@ def _ray_cluster(options: DemoOptions) -> Iterator[None]:
     if options.address is not None:
         ray.init(address=options.address, **quiet)
     else:
-        num_cpus = options.engines + 2
-        ray.init(num_cpus=num_cpus, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **quiet)
+        num_cpus = options.engines + options.sources + 1
+        ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            **quiet,
+        )
     try:
         yield
     finally:
@@ -79,88 +91,111 @@ class _Demo:
     def __init__(self, options: DemoOptions, out: Print) -> None:
         self._options = options
         self._out = out
+        self._handles: dict[str, Any] = {}
         self._updates: list[UpdateResult] = []
+        self._killed: list[str] = []
 
     async def run(self) -> DemoResult:
         started = time.monotonic()
-        worker = DaemonWorker("demo-trainer")
+        text = load_text()
+        for i in range(self._options.engines):
+            self._handles[f"rollout-{i}"] = self._start_engine(f"rollout-{i}", seed=self._options.seed + 1 + i)
+        sources = self._make_sources(text)
         try:
-            with LoopGapMeter() as meter:
-                trainer, handles = await self._start(worker)
-                await self._train_and_update(trainer, worker, handles, meter)
-                engines = await self._compare(trainer, worker, handles)
+            await self._introduce(text)
+            await sources.start()
+            for version in range(1, self._options.updates + 1):
+                await self._step(sources, version)
+            engines = await self._compare(sources)
         finally:
-            worker.close()
+            await sources.aclose()
         return DemoResult(
             updates=tuple(self._updates),
             engines=engines,
             max_loop_gap=max(update.loop_gap for update in self._updates),
             seconds=time.monotonic() - started,
+            killed=tuple(self._killed),
         )
 
-    async def _start(self, worker: DaemonWorker) -> tuple[Trainer, dict[str, Any]]:
-        actor = ray.remote(num_cpus=0)(DemoEngine)
-        names = [f"rollout-{i}" for i in range(self._options.engines)]
-        handles: dict[str, Any] = {name: actor.remote(name, self._options.seed + 1 + i) for i, name in enumerate(names)}
-        text = await worker.run(load_text)
+    def _start_engine(self, name: str, *, seed: int) -> Any:
+        return ray.remote(num_cpus=0)(DemoEngine).remote(name, seed=seed, tied=self._options.sources == 1)
+
+    def _make_sources(self, text: Text) -> Sources:
+        name = f"demo-{uuid.uuid4().hex[:8]}"
+        lock = BroadcastLock.create(name=name)
         num_steps = self._options.updates * self._options.steps
-        trainer = await worker.run(lambda: Trainer(text, seed=self._options.seed, num_steps=num_steps))
-        num_parameters = sum(p.numel() for p in trainer.model.parameters())
+        if self._options.sources == 1:
+            return LocalTrainer(text, seed=self._options.seed, num_steps=num_steps, engines=self._handles, lock=lock)
+        return Pipeline(text, name=name, seed=self._options.seed, num_steps=num_steps, engines=self._handles, lock=lock)
+
+    async def _introduce(self, text: Text) -> None:
+        trainers = "a trainer" if self._options.sources == 1 else "two pipeline stages"
         self._out(
-            f"training {num_parameters / 1e6:.1f} M parameters on {len(text.tokens) / 1e3:.0f} k characters of "
-            f"Python's help; {len(names)} Ray engines write meanwhile"
+            f"{trainers} will learn {len(text.tokens) / 1e3:.0f} k characters of Python's help; "
+            f"{len(self._handles)} Ray engines write meanwhile"
         )
-        for name, handle in handles.items():
+        for name, handle in self._handles.items():
             self._show(name, await self._sample(handle, version=None))
-        return trainer, handles
 
-    async def _train_and_update(
-        self, trainer: Trainer, worker: DaemonWorker, handles: dict[str, Any], meter: LoopGapMeter
-    ) -> None:
-        engines = [TorchEngine(handle, name=name) for name, handle in handles.items()]
-        lock = BroadcastLock.create(name=f"demo-{uuid.uuid4().hex[:8]}")
-        async with WeightBroadcaster(
-            engines,
-            lock=lock,
-            bucket_bytes=BUCKET_BYTES,
-            pause_mode=PauseMode.DRAIN,  # each sample is of one version, so writers finish theirs first
-            progress=TqdmProgress(leave=False),
-        ) as broadcaster:
-            for version in range(1, self._options.updates + 1):
-                loss = await worker.run(trainer.train, self._options.steps)
-                meter.reset()
-                report = await broadcaster.update_weights(ModuleSource(trainer.model), version=version)
-                update = UpdateResult(loss=loss, report=report, loop_gap=meter.reset())
-                self._updates.append(update)
-                self._out(update.line())
-                if self._is_shown(version):
-                    name = list(handles)[version % len(handles)]
-                    self._show(name, await await_ref(handles[name].latest.remote()))
+    # --------------------------------------------------------------------------- one version
 
-    async def _compare(
-        self, trainer: Trainer, worker: DaemonWorker, handles: dict[str, Any]
-    ) -> tuple[EngineResult, ...]:
+    async def _step(self, sources: Sources, version: int) -> None:
+        loss = await sources.train(self._options.steps)
+        victim = None
+        if version == self._options.kill_engine_at:
+            victim = list(self._handles)[-1]
+            await sources.kill_during(version, self._handles[victim])
+        try:
+            self._note(version, loss, await sources.update(version))
+        except UpdateFailed as error:
+            if victim is None:
+                raise
+            self._out(f"v{version:<3} loss {loss:.2f}  failed: {str(error).splitlines()[0]}")
+        if victim is not None:
+            await self._replace(sources, victim, version, loss)
+        if version % max(1, self._options.updates // NUM_SAMPLES_SHOWN) == 0:
+            name = list(self._handles)[version % len(self._handles)]
+            self._show(name, await await_ref(self._handles[name].latest.remote()))
+
+    def _note(self, version: int, loss: float, updated: Updated) -> None:
+        reports, loop_gap = updated
+        update = UpdateResult(version=version, loss=loss, reports=reports, loop_gap=loop_gap)
+        self._updates.append(update)
+        self._out(update.line())
+
+    async def _replace(self, sources: Sources, victim: str, version: int, loss: float) -> None:
+        name = f"{victim}-new"
+        self._out(f"      {victim} was killed in the middle of v{version}; {name} takes its place")
+        self._killed.append(victim)
+        del self._handles[victim]
+        self._handles[name] = self._start_engine(name, seed=self._options.seed + 100)
+        started = time.monotonic()
+        updated = await sources.replace(victim, name, self._handles[name], version)
+        if updated is not None:
+            self._note(version, loss, updated)
+        self._out(f"      {name} is on v{version} after {format_seconds(time.monotonic() - started)}")
+
+    # ------------------------------------------------------------------------------- the end
+
+    async def _compare(self, sources: Sources) -> tuple[EngineResult, ...]:
         last = self._options.updates
-        samples = {name: await self._sample(handle, version=last) for name, handle in handles.items()}
+        samples = {name: await self._sample(handle, version=last) for name, handle in self._handles.items()}
         self._show(*next(iter(samples.items())))
-        own = combined(await worker.run(lambda: model_digests(trainer.model.state_dict())))
+        digests = await sources.digests()
         results = []
-        for name, handle in handles.items():
+        for name, handle in self._handles.items():
             tally: EngineTally = await await_ref(handle.tally.remote())
-            results.append(EngineResult.of(name, tally, own))
+            results.append(EngineResult.of(name, tally, combined(digests)))
         return tuple(results)
 
     async def _sample(self, handle: Any, *, version: int | None) -> Sample | None:
         """The first sample of ``version`` that the engine shows, or its newest when the limit is over."""
-        limit = time.monotonic() + LAST_SAMPLE_LIMIT
+        limit = time.monotonic() + SAMPLE_LIMIT
         while True:
             sample: Sample | None = await await_ref(handle.latest.remote())
             if (sample is not None and sample.version == version) or time.monotonic() > limit:
                 return sample
             await asyncio.sleep(0.1)
-
-    def _is_shown(self, version: int) -> bool:
-        return version % max(1, self._options.updates // NUM_SAMPLES_SHOWN) == 0
 
     def _show(self, engine: str, sample: Sample | None) -> None:
         if sample is not None:

@@ -18,6 +18,12 @@ SHOWS = {
     ],
     "two_sources": [r"version 2: .* in 8 tensors", r"(?s)version 2, equal to both stages': True.*equal .*: True"],
     "own_engine": [r"my-engine: current, version 2", r"tokens by weight version: \{1: \d+, 2: \d+\}"],
+    "survive_engine_crash": [
+        r"rollout-1 was killed; the others had version 2 after \d+\.\d+ s",
+        r"before its first update: .*rollout-1b stale",
+        r"(?s)rollout-1b: current, version 2.*rollout-1b: current, version 3",
+        r"samples from versions \[.*\b3\], 0 of them torn",
+    ],
 }
 
 

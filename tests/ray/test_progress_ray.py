@@ -25,7 +25,7 @@ class Source:
         bar.start(version=8, total_bytes=10, num_buckets=1)
         bar.close(status="cancelled")
 
-context = ray.init(num_cpus=1, include_dashboard=False, object_store_memory=100_000_000)
+context = ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=100_000_000)
 source = Source.remote()
 ray.get(source.push.remote())
 time.sleep(3)  # the driver reads the worker's output once a second
