@@ -44,7 +44,6 @@ def ray_cluster() -> Iterator[RayCluster]:
     namespace = f"tests-{uuid.uuid4().hex[:8]}"
     context = ray.init(
         address="local",  # whatever other cluster runs on this machine
-        address="local",  # never a cluster that happens to run on this machine
         num_cpus=8,
         include_dashboard=False,
         namespace=namespace,
