@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import random
 import signal
@@ -106,7 +107,7 @@ async def contention(processes: int, times: int) -> Figures:
         rows = [row for rows in await asyncio.gather(*calls) for row in rows]
     rows.sort(key=lambda row: row[4])
     # A hand-off is one that somebody was waiting for when the lock came free.
-    gaps = [after[2] - before[3] for before, after in zip(rows, rows[1:], strict=False) if after[1] <= before[3]]
+    gaps = [after[2] - before[3] for before, after in itertools.pairwise(rows) if after[1] <= before[3]]
     inversions, latest_answer = 0, float("inf")
     for sent, answered, *_ in reversed(rows):
         # Somebody granted later had its place before this one had even asked.
@@ -257,28 +258,24 @@ async def kill_server(repeats: int, *, ttl: float, seed: int = 1) -> Figures:
     loops = [s.loop.remote(lock, engine, f"source {n}", 5, 0.01) for n, s in enumerate(sources)]
     figures = Figures("kill -9 of the lock server", repeats=repeats)
     struck = {"hold": 0, "wait": 0, "release": 0}
-    for _ in range(repeats):
+    own: list[tuple[float, float, int]] = []
+    for number in range(repeats):
         await until(lambda: _granted_since_restart(lock))
         await asyncio.sleep(rng.uniform(0.0, 0.15))
-        status = await lock.status()
-        os.kill(status["server_pid"], signal.SIGKILL)
-        killed = time.monotonic()
-        struck["release" if status["holder"] is None else "hold"] += 1
-        struck["wait"] += bool(status["waiters"])
-        before = (await engine.record.remote())[0][-1][0]
-        await until(lambda before=before: _newer(engine, before), limit=60.0)
-        # The first newer bucket may be of a grant from just before the kill; wait for one of the new server.
-        await until(lambda: _granted_since_restart(lock), limit=60.0)
+        phase, killed = await (_kill_in_release(lock, own) if number % 3 == 2 else _kill_now(lock))
+        for what in phase:
+            struck[what] += 1
+        await until(lambda: _granted_since_restart(lock))
         figures.seconds.append(time.monotonic() - killed)
     await asyncio.gather(*[s.stop.remote() for s in sources])
-    holds = [hold for rows in await asyncio.gather(*loops) for hold in rows]
+    holds = own + [hold for rows in await asyncio.gather(*loops) for hold in rows]
     applied, refused = await engine.record.remote()
     fences = [fence for fence, _ in applied]
     assert (await lock.status())["restarted"], "the server never restarted"
     figures.facts = {
         "overlaps (times)": overlaps(holds),
         "stale buckets applied": stale_buckets(applied),
-        "fences fell": sum(b < a for a, b in zip(fences, fences[1:], strict=False)),
+        "fences fell": sum(b < a for a, b in itertools.pairwise(fences)),
         "refused": len(refused),
         **{f"during {what}": count for what, count in struck.items()},
     }
@@ -289,8 +286,21 @@ async def kill_server(repeats: int, *, ttl: float, seed: int = 1) -> Figures:
     return figures
 
 
-async def _newer(engine: Any, fence: int) -> bool:
-    return bool((await engine.record.remote())[0][-1][0] > fence)
+async def _kill_now(lock: BroadcastLock) -> tuple[list[str], float]:
+    status = await lock.status()
+    os.kill(status["server_pid"], signal.SIGKILL)
+    phases = [what for what, there in (("hold", status["holder"]), ("wait", status["waiters"])) if there]
+    return phases, time.monotonic()
+
+
+async def _kill_in_release(lock: BroadcastLock, own: list[tuple[float, float, int]]) -> tuple[list[str], float]:
+    """Take a turn, and kill the server right after the release was sent."""
+    async with lock.hold(label="the test", timeout=60.0) as held:
+        start, pid = time.monotonic(), (await lock.status())["server_pid"]
+        own.append((start, time.monotonic(), held.fence))
+        asyncio.get_running_loop().call_soon(os.kill, pid, signal.SIGKILL)
+        killed = time.monotonic()
+    return ["release"], killed
 
 
 async def _granted_since_restart(lock: BroadcastLock) -> bool:
