@@ -116,20 +116,20 @@ def start_actor(path: str, env: Mapping[str, str] | None = None, **engine_args: 
     import ray
 
     options = {"num_cpus": 0, "runtime_env": {"env_vars": {**ENGINE_ENV, **(env or {})}}}
-    return ray.remote(WatchedActor).options(**options).remote(path, **ENGINE_ARGS, **engine_args)
+    return ray.remote(WatchedActor).options(**options).remote(path, **{**ENGINE_ARGS, **engine_args})
 
 
 class Server:
     """A vLLM server process in development mode."""
 
-    def __init__(self, path: str, log: Path) -> None:
+    def __init__(self, path: str, log: Path, *, dtype: str = "float32") -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.model = path
         self.log = log
-        options = ["--enforce-eager", f"--max-model-len={MAX_LENGTH}", "--max-num-seqs=8", "--dtype=float32"]
+        options = ["--enforce-eager", f"--max-model-len={MAX_LENGTH}", "--max-num-seqs=8", f"--dtype={dtype}"]
         transfer = ["--weight-transfer-config", '{"backend": "async_wsync"}']
         where = ["--model", path, "--host", "127.0.0.1", "--port", str(self.port)]
         with log.open("wb") as out:
