@@ -11,6 +11,7 @@ from async_wsync.types import EngineOutcome
 __all__ = ["PHASES", "BucketTiming", "UpdateReport", "format_bytes", "format_seconds"]
 
 PHASES = (
+    "gather",
     "lock",
     "connect",
     "check",

@@ -44,11 +44,11 @@ class EngineTally:
 class DemoEngine(WeightReceiver):
     """Generates in a thread of its own; each sample is made of one version from its first letter to its last."""
 
-    def __init__(self, name: str, seed: int) -> None:
+    def __init__(self, name: str, *, seed: int, tied: bool) -> None:
         torch.set_num_threads(1)
         torch.manual_seed(seed)
         self._text = load_text()
-        self._model = Transformer(ModelShape(vocab=len(self._text.alphabet))).eval()
+        self._model = Transformer(ModelShape(vocab=len(self._text.alphabet), tied=tied)).eval()
         self._random = torch.Generator().manual_seed(seed)
         self._latest: deque[Sample] = deque(maxlen=1)
         self._versions: set[int] = set()

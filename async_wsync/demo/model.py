@@ -13,13 +13,14 @@ __all__ = ["ModelShape", "Transformer", "continue_text"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The defaults give about 1.3 million parameters."""
+    """The defaults give about 1.3 million parameters. ``tied``: input and output embeddings are one tensor."""
 
     vocab: int
     context: int = 64
     width: int = 160
     layers: int = 4
     heads: int = 4
+    tied: bool = True
 
 
 class Block(nn.Module):
@@ -46,7 +47,10 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Token ids of shape (batch, length <= context) to logits of shape (batch, length, vocab)."""
+    """Token ids of shape (batch, length <= context) to logits of shape (batch, length, vocab).
+
+    ``first_half`` and ``second_half`` are the same in two steps, for two pipeline stages.
+    """
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -56,15 +60,31 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, shape.vocab, bias=False)
-        self.head.weight = self.tokens.weight  # tied: travels once
+        if shape.tied:
+            self.head.weight = self.tokens.weight  # travels once
         self.apply(_init)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids) + self.positions.weight[: ids.shape[1]]
-        for block in self.blocks:
+        return self.second_half(self.first_half(ids))
+
+    def first_half(self, ids: Tensor) -> Tensor:
+        x: Tensor = self.tokens(ids) + self.positions.weight[: ids.shape[1]]
+        for block in self.blocks[: self.shape.layers // 2]:
+            x = block(x)
+        return x
+
+    def second_half(self, x: Tensor) -> Tensor:
+        for block in self.blocks[self.shape.layers // 2 :]:
             x = block(x)
         logits: Tensor = self.head(self.norm(x))
         return logits
+
+    def in_first_half(self, name: str) -> bool:
+        """Whether the parameter called ``name`` is used by ``first_half``."""
+        head, _, rest = name.partition(".")
+        return head in ("tokens", "positions") or (
+            head == "blocks" and int(rest.partition(".")[0]) < self.shape.layers // 2
+        )
 
 
 def _init(module: nn.Module) -> None:

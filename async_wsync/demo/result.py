@@ -16,22 +16,53 @@ SHOWN_PHASES = ("lock", "pause", "broadcast", "end", "resume")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateResult:
-    """``loss``: mean over the training steps before the update. ``loop_gap``: the longest during it, in seconds."""
+    """One version on its way, by one source or several at once.
 
+    ``loss``: mean over the training steps before it. ``loop_gap``: the longest during it, in seconds.
+    """
+
+    version: int
     loss: float
-    report: UpdateReport
+    reports: tuple[UpdateReport, ...]
     loop_gap: float
 
+    @property
+    def nbytes(self) -> int:
+        return sum(report.nbytes for report in self.reports)
+
+    @property
+    def seconds(self) -> float:
+        return max(report.seconds for report in self.reports)
+
+    @property
+    def gbps(self) -> float:
+        """Of the source that took longest: sources that share engines take turns."""
+        return max(self.reports, key=lambda report: report.seconds).gbps
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """Engines that the update left behind."""
+        return tuple(dict.fromkeys(name for report in self.reports for name in report.dropped))
+
     def line(self) -> str:
-        report = self.report
-        spent = ", ".join(f"{name} {format_seconds(report.phases.get(name, 0.0))}" for name in SHOWN_PHASES)
+        phases = max(self.reports, key=lambda report: report.seconds).phases
+        spent = ", ".join(f"{name} {format_seconds(phases[name])}" for name in SHOWN_PHASES if name in phases)
         return (
-            f"v{report.version:<3} loss {self.loss:.2f}  "
-            f"{format_bytes(report.nbytes)} in {format_seconds(report.seconds)} ({report.gbps:.2f} GB/s): {spent}"
+            f"v{self.version:<3} loss {self.loss:.2f}  "
+            f"{format_bytes(self.nbytes)} in {format_seconds(self.seconds)} ({self.gbps:.2f} GB/s): {spent}"
         )
 
     def to_dict(self) -> dict[str, Any]:
-        return {**self.report.to_dict(), "loss": self.loss, "loop_gap_ms": self.loop_gap * 1e3}
+        return {
+            "version": self.version,
+            "loss": self.loss,
+            "nbytes": self.nbytes,
+            "seconds": self.seconds,
+            "gbps": self.gbps,
+            "dropped": list(self.dropped),
+            "loop_gap_ms": self.loop_gap * 1e3,
+            "reports": [report.to_dict() for report in self.reports],
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +91,13 @@ class EngineResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoResult:
-    """``max_loop_gap``: the longest the event loop was held up during any update, in seconds."""
+    """``max_loop_gap``: the longest an event loop was held up during any update, in seconds. ``killed``: by us."""
 
     updates: tuple[UpdateResult, ...]
     engines: tuple[EngineResult, ...]
     max_loop_gap: float
     seconds: float
+    killed: tuple[str, ...] = ()
 
     @property
     def checksums_match(self) -> bool:
@@ -74,7 +106,7 @@ class DemoResult:
     @property
     def ok(self) -> bool:
         """Every engine is on the last version, with the trainer's very bytes."""
-        last = self.updates[-1].report.version
+        last = self.updates[-1].version
         return self.checksums_match and all(engine.version == last for engine in self.engines)
 
     def table(self) -> str:
@@ -92,7 +124,7 @@ class DemoResult:
         ]
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        seconds = [update.report.seconds for update in self.updates]
+        seconds = [update.seconds for update in self.updates]
         lines.append(
             f"{len(self.updates)} updates, {format_seconds(sum(seconds) / len(seconds))} each on average; "
             f"longest event loop gap during an update {self.max_loop_gap * 1e3:.1f} ms; "
@@ -111,6 +143,7 @@ class DemoResult:
             "versions_sampled": {engine.name: list(engine.versions_sampled) for engine in self.engines},
             "max_loop_gap_ms": self.max_loop_gap * 1e3,
             "seconds": self.seconds,
+            "killed": list(self.killed),
             "losses": [update.loss for update in self.updates],
             "updates": [update.to_dict() for update in self.updates],
         }

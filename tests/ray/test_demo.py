@@ -57,6 +57,16 @@ def test_the_demo_joins_a_running_cluster(ray_cluster: RayCluster, tmp_path: Pat
     assert figures["versions"] == {"rollout-0": 3}
 
 
+def test_two_stages_survive_an_engine_killed_in_the_middle_of_their_update(tmp_path: Path) -> None:
+    shown, figures = run_demo(tmp_path, "--sources", "2", "--kill-engine-at", "2")
+    assert figures["killed"] == ["rollout-1"]
+    assert "v2   loss" in shown
+    assert "failed: update to version 2 failed in bucket" in shown, "the fault did not fire in the middle"
+    assert figures["versions"] == {"rollout-0": 3, "rollout-1-new": 3}
+    assert figures["checksums_match"] is True
+    assert all(len(update["reports"]) == 2 for update in figures["updates"])
+
+
 def test_wrong_usage_is_told_without_a_traceback() -> None:
     done = async_wsync("demo", "--updates", "0")
     assert done.returncode == 2
@@ -67,3 +77,4 @@ def test_the_command_names_its_subcommands() -> None:
     done = async_wsync("--help")
     assert done.returncode == 0
     assert "demo" in done.stdout
+    assert "lock" in done.stdout

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from async_wsync.demo.result import DemoResult, EngineResult, UpdateResult
+from async_wsync.demo.run import DemoOptions
 from async_wsync.report import UpdateReport
 
 
@@ -22,7 +25,7 @@ def engine(name: str, *, version: int = 2, equal: bool = True) -> EngineResult:
 def result(*engines: EngineResult) -> DemoResult:
     report = UpdateReport(version=2, nbytes=10, num_tensors=1, num_buckets=1, seconds=0.5)
     return DemoResult(
-        updates=(UpdateResult(loss=1.5, report=report, loop_gap=0.004),),
+        updates=(UpdateResult(version=2, loss=1.5, reports=(report,), loop_gap=0.004),),
         engines=engines,
         max_loop_gap=0.004,
         seconds=90.0,
@@ -50,3 +53,17 @@ def test_the_table_has_a_row_an_engine_and_names_the_longest_gap() -> None:
     assert lines[1].endswith("1-3, 5")
     assert lines[2].endswith("none")
     assert "longest event loop gap during an update 4.0 ms" in lines[3]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"engines": 0}, "engines must be at least 1, got 0"),
+        ({"sources": 3}, "sources must be 1 or 2, got 3"),
+        ({"kill_engine_at": 30}, "kill-engine-at must be from 1 to 20, got 30"),
+        ({"kill_engine_at": 3, "engines": 1}, "needs at least 2 engines"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, int], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        DemoOptions(**options)
