@@ -288,9 +288,7 @@ def show(name: str, result: dict[str, Any]) -> None:
 
 @contextmanager
 def cluster() -> Iterator[None]:
-    ray.init(
-        address="local", num_cpus=ENGINES + 1, include_dashboard=False, object_store_memory=200 * 1024 * 1024
-    )
+    ray.init(address="local", num_cpus=ENGINES + 1, include_dashboard=False, object_store_memory=200 * 1024 * 1024)
     try:
         yield
     finally:

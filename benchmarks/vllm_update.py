@@ -67,9 +67,7 @@ def main() -> None:
     parser.add_argument("--engine", choices=("actor", "server"), default="actor")
     args = parser.parse_args()
     sizes = {"tiny": {"hidden": 128, "layers": 2}, "large": {"hidden": 1024, "layers": 26}}
-    print(
-        "| model | engine | bytes | tensors | buckets | update | broadcast | whole | broadcast alone | loading |"
-    )
+    print("| model | engine | bytes | tensors | buckets | update | broadcast | whole | broadcast alone | loading |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     for size, shape in sizes.items():
         if args.only in (None, size):
