@@ -103,13 +103,15 @@ async def _drain(
         cancels.append(cancel)
     if on_cancel is not None:
         _call(on_cancel)
+    over = False
     with anyio.CancelScope(shield=True):
-        while True:
+        while not over:
             try:
                 await _wait(futures, deadline)
-                return cancels
+                over = True
             except asyncio.CancelledError as cancel:
                 cancels.append(cancel)
+    return cancels
 
 
 async def _wait(futures: list[asyncio.Future[Any]], deadline: float | None) -> None:

@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from datetime import timedelta
@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from async_wsync.runtime import sockets
 from async_wsync.runtime.gloo_wiring import addresses_in_records, new_device
-from async_wsync.runtime.store import PrefixStore, Store
+from async_wsync.runtime.store import PrefixStore, Store, given_up_key, shut_store
 from async_wsync.runtime.threads import pause, spawn
 from async_wsync.types import GroupSpec
 
@@ -54,10 +54,12 @@ class ProcessGroup:
         self._pg: Any = None
         self._own: sockets.Address | None = None
         self._peers: frozenset[sockets.Address] = frozenset()
+        self._fds: frozenset[int] | None = None
         self._missing: frozenset[int] = frozenset()
         self._lock = threading.Lock()
         self._inside = 0
         self._aborted = False
+        self._store_lost = False
         self._dropped: Future[None] | None = None
         _live.add(self)
         if _exit_hook.acquire(blocking=False):
@@ -105,10 +107,17 @@ class ProcessGroup:
             raise RuntimeError("the group was broken up while it was being built")
 
     def abort_building(self) -> None:
-        """Make a blocked `build` return: break up what is there of the group, and our connections to the store."""
+        """Make a blocked `build` return: break up what is there of the group and, where torch waits for the store, our
+        connection to that."""
         self.abort()
-        hosts, port = sockets.resolve(self.spec.master_address), self.spec.master_port
-        sockets.break_connections(lambda _, peer: peer[1] == port and peer[0] in hosts)
+        if not self._missing:
+            self._store_lost = True
+            shut_store(self.spec)
+
+    @property
+    def store_lost(self) -> bool:
+        """True once `abort_building` had to break the store's connections, too."""
+        return self._store_lost
 
     def start(self, tensor: torch.Tensor, *, timeout: float | None = None) -> Any:
         """Start the broadcast of ``tensor`` from rank 0 and return torch's Work. ``timeout`` in seconds (gloo only)."""
@@ -134,8 +143,7 @@ class ProcessGroup:
             return
         # Never touch the group itself here: gloo's own threads come this way, and one that held the last reference
         # to it would end the process by joining itself.
-        own, peers = self._own, self._peers
-        broken = sockets.break_connections(lambda local, peer: local == own or peer in peers)
+        broken = sockets.break_connections(self._is_ours(), among=self._fds)
         if broken:
             logger.debug("group %s: broke %d connections", self.spec.name, broken)
 
@@ -173,8 +181,16 @@ class ProcessGroup:
 
     def connections(self) -> int:
         """How many open connections of this process belong to the group."""
+        return len(sockets.find_connections(self._is_ours()))
+
+    @property
+    def fds(self) -> frozenset[int]:
+        """The file descriptors that the group's connections had when it was built; gloo closes one that is lost."""
+        return self._fds or frozenset()
+
+    def _is_ours(self) -> Callable[[sockets.Address, sockets.Address], bool]:
         own, peers = self._own, self._peers
-        return sockets.count_connections(lambda local, peer: local == own or peer in peers)
+        return lambda local, peer: local == own or peer in peers
 
     def _prefixed(self, device: str) -> Store:
         # The prefixes that torch's own helper ends up with for a group of this name, so that engines which
@@ -197,8 +213,8 @@ class ProcessGroup:
         heard: dict[int, sockets.Address] = {}
         self._missing, delay = frozenset(announcing) - {self.rank}, 0.001
         while self._missing:
-            if self._aborted:
-                raise RuntimeError("the group was broken up while it was being built")
+            if self._aborted or store.check([given_up_key(self.spec)]):
+                raise RuntimeError("the group was given up while it was being built")
             there = [rank for rank in self._missing if table.check([str(rank)])]
             for rank in there:
                 port, _, host = table.get(str(rank)).decode().partition(" ")
@@ -230,6 +246,7 @@ class ProcessGroup:
         with self._lock:
             self._pg, self._device = pg, device
             self._own, self._peers = own, frozenset(peers.values())
+            self._fds = sockets.find_connections(self._is_ours())
 
     def _build_nccl(self, announcing: Collection[int], eager: bool) -> None:
         self._exchange(announcing)

@@ -13,6 +13,7 @@ import logging
 import os
 import socket
 import time
+import traceback
 from collections.abc import Collection, Mapping
 from datetime import timedelta
 from typing import Any
@@ -21,8 +22,17 @@ from async_wsync.errors import RendezvousError
 from async_wsync.runtime.group_member import GroupMember
 from async_wsync.runtime.group_source import UpdateGroup
 from async_wsync.runtime.process_group import ProcessGroup
-from async_wsync.runtime.store import Store, TCPStore, enter_store, first_line, open_store, rendezvous_error
-from async_wsync.runtime.threads import DaemonWorker, run_bounded, spawn
+from async_wsync.runtime.store import (
+    Store,
+    TCPStore,
+    enter_store,
+    first_line,
+    given_up_key,
+    open_store,
+    rendezvous_error,
+    shut_store,
+)
+from async_wsync.runtime.threads import DaemonWorker, pause, run_bounded, spawn
 from async_wsync.types import GroupSpec
 
 __all__ = ["Rendezvous", "join_group"]
@@ -31,6 +41,9 @@ logger = logging.getLogger(__name__)
 
 #: Raised with every change of the greeting or of what follows it.
 PROTOCOL = 1
+#: Seconds that members get to read why there will be no group, before the store's connections are broken.
+FAREWELL = 0.2
+
 _POLL_FIRST, _POLL_LAST = 0.002, 0.05
 
 
@@ -125,11 +138,13 @@ class Rendezvous:
         store, self._store = self._store, None
         if store is None:
             return
-        if self._group is not None:
-            self._group.abort()
-            self._group.drop()
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+            group.drop()
         # The answer is for members that are still waiting; a thread that is stuck in the store is left behind.
-        spawn(_refuse, store, self.spec, reason, name=f"close {self.spec.name}")
+        if group is None or not group.store_lost:
+            spawn(_refuse, store, self.spec, reason, name=f"close {self.spec.name}")
         self._worker.close()
 
     async def _hear(self, greeting: Collection[int], members: Mapping[int, str], deadline: float) -> None:
@@ -181,6 +196,8 @@ class Rendezvous:
             _build_bounded(group, announcing, eager, deadline)
         except (RuntimeError, TimeoutError) as error:
             missing = group.missing or set(members) - set(greeting)
+            store = None
+            _forget_locals(error)
             if isinstance(error, TimeoutError):
                 raise self._missing("connect", missing, members, "did not connect") from error
             raise self._error("connect", first_line(error), missing) from error
@@ -220,6 +237,8 @@ def join_group(spec: GroupSpec, rank: int, *, member: str) -> GroupMember:
         missing = group.missing
         group.abort()
         group.drop()
+        del store
+        _forget_locals(error)
         raise rendezvous_error(
             spec.name, "connect", f"{member} could not connect with all: {first_line(error)}", missing
         ) from error
@@ -259,8 +278,17 @@ def _refuse(store: Store, spec: GroupSpec, reason: str) -> None:
         for rank in range(1, spec.world_size):
             if not store.check([_key(spec, "go", rank)]):
                 store.set(_key(spec, "go", rank), json.dumps({"refused": reason}))
+        store.set(given_up_key(spec), reason)
+        store.check([given_up_key(spec)])  # an answer means that all of the above has been worked off
+        pause(FAREWELL)
     except RuntimeError:
         logger.debug("group %s: the store failed while it was being closed", spec.name, exc_info=True)
+    shut_store(spec)
+
+
+def _forget_locals(error: BaseException) -> None:
+    """Let the frames behind ``error`` go of the store: it would stay open for as long as somebody keeps the error."""
+    traceback.clear_frames(error.__traceback__)
 
 
 def _key(spec: GroupSpec, what: str, rank: int) -> str:

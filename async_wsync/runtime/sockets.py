@@ -11,14 +11,14 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 __all__ = [
     "Address",
     "break_connections",
     "connected",
-    "count_connections",
+    "find_connections",
     "listeners",
     "local_address",
     "pack_address",
@@ -35,24 +35,27 @@ _FD_DIR = "/proc/self/fd"
 def listeners() -> dict[int, Address]:
     """Every listening TCP socket of this process: inode to address."""
     found: dict[int, Address] = {}
-    for inode, sock in _tcp_sockets():
+    for _, sock in _tcp_sockets():
         if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            found[inode] = _plain(sock.getsockname())
+            found[os.fstat(sock.fileno()).st_ino] = _plain(sock.getsockname())
     return found
 
 
-def break_connections(match: Callable[[Address, Address], bool]) -> int:
+def break_connections(match: Callable[[Address, Address], bool], *, among: Iterable[int] | None = None) -> int:
     """Shut down every connected TCP socket whose ``match(local, peer)`` is true; returns how many.
 
-    Whoever reads or writes there, in this process or at the other end, gets an error or an end of file. The file
-    descriptors stay their owner's.
+    ``among`` limits the search to these file descriptors: looking at all of a thousand takes 20 ms. Whoever reads or
+    writes there, in this process or at the other end, gets an error or an end of file. The file descriptors stay their
+    owner's.
     """
-    return sum(1 for sock in _connected(match) if _shut_down(sock))
+    return sum(1 for _, sock in _connected(match, among) if _shut_down(sock))
 
 
-def count_connections(match: Callable[[Address, Address], bool]) -> int:
-    """How many connected TCP sockets ``break_connections`` would shut down."""
-    return sum(1 for _ in _connected(match))
+def find_connections(
+    match: Callable[[Address, Address], bool], *, among: Iterable[int] | None = None
+) -> frozenset[int]:
+    """The file descriptors of the connections that `break_connections` would shut down."""
+    return frozenset(fd for fd, _ in _connected(match, among))
 
 
 def resolve(host: str) -> frozenset[str]:
@@ -104,19 +107,20 @@ def unpack_address(raw: bytes) -> Address | None:
     return None
 
 
-def _tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
-    """(inode, socket) of each open TCP socket; the socket object is a duplicate, closed when the next one is asked for.
+def _tcp_sockets(among: Iterable[int] | None = None) -> Iterator[tuple[int, socket.socket]]:
+    """(file descriptor, socket) of each open TCP socket; the socket object is a duplicate, closed when the next one is
+    asked for.
 
     File descriptors come and go in other threads meanwhile. A duplicate cannot be swapped under our hands, so what
     is asked of it and done to it concerns one and the same socket.
     """
     if not sys.platform.startswith("linux"):
         return
-    for name in os.listdir(_FD_DIR):
+    for number in map(int, os.listdir(_FD_DIR)) if among is None else among:
         try:
-            if not os.readlink(f"{_FD_DIR}/{name}").startswith("socket:"):
+            if not os.readlink(f"{_FD_DIR}/{number}").startswith("socket:"):
                 continue
-            fd = os.dup(int(name))
+            fd = os.dup(number)
         except OSError:
             continue
         try:
@@ -126,17 +130,19 @@ def _tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
             continue
         with sock:
             if sock.type == socket.SOCK_STREAM and sock.family in (socket.AF_INET, socket.AF_INET6):
-                yield os.fstat(fd).st_ino, sock
+                yield number, sock
 
 
-def _connected(match: Callable[[Address, Address], bool]) -> Iterator[socket.socket]:
-    for _, sock in _tcp_sockets():
+def _connected(
+    match: Callable[[Address, Address], bool], among: Iterable[int] | None
+) -> Iterator[tuple[int, socket.socket]]:
+    for number, sock in _tcp_sockets(among):
         try:
             local, peer = _plain(sock.getsockname()), _plain(sock.getpeername())
         except OSError:
             continue  # listening, or not connected any more
         if match(local, peer):
-            yield sock
+            yield number, sock
 
 
 def _shut_down(sock: socket.socket) -> bool:

@@ -19,7 +19,17 @@ from async_wsync.runtime import sockets
 from async_wsync.runtime.threads import pause, run_bounded
 from async_wsync.types import GroupSpec
 
-__all__ = ["PrefixStore", "Store", "TCPStore", "enter_store", "first_line", "open_store", "rendezvous_error"]
+__all__ = [
+    "PrefixStore",
+    "Store",
+    "TCPStore",
+    "enter_store",
+    "first_line",
+    "given_up_key",
+    "open_store",
+    "rendezvous_error",
+    "shut_store",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +108,22 @@ def _enter(spec: GroupSpec, deadline: float) -> TCPStore:
         else:
             message = f"no torch store at {where}: {first_line(error)}"
         raise rendezvous_error(spec.name, "reach", message) from error
+
+
+def given_up_key(spec: GroupSpec) -> str:
+    """The key by which a source tells members on their way that there will be no group."""
+    return f"async_wsync/{spec.name}/given-up"
+
+
+def shut_store(spec: GroupSpec) -> None:
+    """Break this process's connections to the store, on both sides: whoever still waits there gets an error.
+
+    torch has no way to close a store; one lives as long as anything, a traceback even, refers to it.
+    """
+    hosts = sockets.resolve(spec.master_address)
+    sockets.break_connections(
+        lambda local, peer: spec.master_port in (local[1], peer[1]) and bool(hosts & {local[0], peer[0]})
+    )
 
 
 def rendezvous_error(name: str, phase: str, message: str, missing: Collection[int] = ()) -> RendezvousError:

@@ -151,13 +151,14 @@ async def test_a_source_stuck_in_a_broadcast_is_freed_by_its_own_abort_and_frees
                 assert answer.ended - started < AT_ONCE
 
 
-async def test_a_killed_member_fails_the_broadcast_for_all_within_moments(fleet: Fleet) -> None:
+@pytest.mark.parametrize("tensors", [1, 3])
+async def test_a_killed_member_fails_the_broadcast_for_all_within_moments(fleet: Fleet, tensors: int) -> None:
     """Field case H2: kill -9 in the middle of a bucket."""
     peers = fleet.peers(3)
     async with grouped(peers, timeout=60.0) as group:
         name = group.spec.name
-        waiting = [peers[i].start("receive", name, [BIG] * 3) for i in (0, 2)]
-        future = group.broadcast([filled(1, BIG)] * 3)
+        waiting = [peers[i].start("receive", name, [BIG] * tensors) for i in (0, 2)]
+        future = group.broadcast([filled(1, BIG)] * tensors)
         await asyncio.sleep(0.3)
         assert not future.done()
         started = time.monotonic()
