@@ -176,12 +176,14 @@ class WeightBroadcaster:
         self._greeted = {name: answer for name, answer in answers.items() if isinstance(answer, EngineInfo)}
 
     async def _connect(self, calls: EngineCalls, held: HeldLock) -> None:
+        limits = self._settings.timeouts
         await self._links.ensure(
             [engine for engine in self._fleet.engines if engine.name in self._greeted],
             backend=self._pick_backend(list(self._greeted.values())),
             incarnation=lambda name: self._fleet.roster[name].incarnation,
             calls=calls,
-            call=Call(source=self.name, fence=held.fence, timeout=self._settings.timeouts.connect),
+            # The deadline is ours, and knows who is missing; an adapter that gave up first would blame its engine.
+            call=Call(source=self.name, fence=held.fence, timeout=limits.connect + limits.drain),
         )
 
     def _pick_backend(self, infos: Sequence[EngineInfo], *, source_device: str | None = None) -> str:

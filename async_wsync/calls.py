@@ -17,6 +17,7 @@ from async_wsync.errors import (
     EngineFailed,
     EngineReplaced,
     EngineTimeout,
+    RendezvousError,
     StaleFence,
     WeightSyncError,
 )
@@ -200,6 +201,8 @@ def blame(first: BaseException, calls: EngineCalls, silent: Mapping[str, Sent]) 
     own = [s for s in calls.failures() if _is_own(s.failure)]
     own.sort(key=lambda s: not isinstance(s.failure, EngineDied | EngineReplaced))
     at_fault = {s.engine for s in own if not isinstance(s.failure, StaleFence)} | set(silent)
+    if isinstance(first, RendezvousError) and first.waiting_for:
+        return first, set(first.waiting_for)  # the others' joins failed for want of these
     if isinstance(first, EngineTimeout):
         waiting = set(first.waiting_for) or set(silent)
         culprits = at_fault & waiting or at_fault or waiting

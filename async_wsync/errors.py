@@ -110,11 +110,12 @@ class Cancelled(WeightSyncError):
 
 
 class RendezvousError(WeightSyncError):
-    """The update group could not be formed. ``missing_ranks`` never said hello."""
+    """The update group could not be formed. ``missing_ranks``, of the engines ``waiting_for``, never said hello."""
 
     group: str = ""
     phase: str = ""
     missing_ranks: tuple[int, ...] = ()
+    waiting_for: tuple[str, ...] = ()
 
 
 class BroadcastFailed(WeightSyncError):

@@ -165,6 +165,9 @@ class Links:
             # The rendezvous' own error knows which ranks are missing: give it the first word at the limit.
             await calls.first_failure(joins, also=(forming,), limit=limit + 1.0, field="connect")
             formed = True
+        except RendezvousError as error:
+            error.waiting_for = tuple(dict.fromkeys(ranks[rank] for rank in error.missing_ranks if rank in ranks))
+            raise
         finally:
             if not formed:
                 await self._give_up(forming, rendezvous, members, call)

@@ -1,0 +1,28 @@
+"""Engines that live through many tests: starting one costs seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import ray
+
+from tests.conftest import RayCluster
+from tests.ray.fleet import NAMES, Rig
+
+
+@pytest.fixture(scope="session")
+def _rig(ray_cluster: RayCluster) -> Iterator[Rig]:
+    rig = Rig()
+    for name in NAMES:
+        rig.start(name)
+    yield rig
+    for handle in rig.handles.values():
+        ray.kill(handle)
+
+
+@pytest.fixture
+async def rig(_rig: Rig) -> Rig:
+    """Three engines named e0, e1, e2, alive and without a script."""
+    await _rig.ready()
+    return _rig

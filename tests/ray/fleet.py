@@ -1,0 +1,193 @@
+"""Three scripted engines that live through many tests, and whatever a test of updates asks of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+import torch
+from torch import nn
+
+from async_wsync import ModuleSource, Timeouts, TorchEngine, UpdateFailed, WeightBroadcaster
+from async_wsync.core.checksum import model_digests
+from async_wsync.runtime.object_refs import await_ref
+from async_wsync.testing import Fault, start_engine
+from async_wsync.types import UpdateEvent
+
+NAMES = ("e0", "e1", "e2")
+SIZE = 96
+NUM_BUCKETS = 5
+BUCKET_BYTES = 4 * SIZE * (SIZE + 1)  # one layer each
+
+#: Wide enough for a busy machine; tests of a limit replace that one.
+LIMITS = Timeouts(
+    connect=60, lock=60, pause=40, flush=40, begin=40, bucket=40, idle=40, end=40, resume=40, drain=30, close=10
+)
+
+
+def a_model(seed: int = 0) -> nn.Module:
+    """``NUM_BUCKETS`` equal layers, each of which fills a bucket of ``BUCKET_BYTES``."""
+    torch.manual_seed(seed)
+    return nn.Sequential(*[nn.Linear(SIZE, SIZE) for _ in range(NUM_BUCKETS)])
+
+
+def a_large_model(seed: int = 0) -> nn.Module:
+    """64 MB in one matrix."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4096, 4096, bias=False))
+
+
+def a_source(seed: int) -> ModuleSource:
+    return ModuleSource(a_model(seed))
+
+
+async def call(ref: Any) -> Any:
+    return await asyncio.wait_for(await_ref(ref), 90)
+
+
+@dataclass
+class Rig:
+    """The engines by name. A killed one is replaced before the next test needs it."""
+
+    build: Any = a_model
+    handles: dict[str, Any] = field(default_factory=dict)
+    pids: dict[str, int] = field(default_factory=dict)
+    _fired_before: dict[str, int] = field(default_factory=dict)
+    version: int = 0
+
+    def start(self, name: str) -> None:
+        self.handles[name] = start_engine(self.build)
+        self.pids[name] = ray.get(self.handles[name].pid.remote(), timeout=120)
+        self._fired_before[name] = 0
+
+    async def revive(self, name: str) -> TorchEngine:
+        """Another actor in the place of a dead one."""
+        self.handles[name] = start_engine(self.build)
+        self.pids[name] = await call(self.handles[name].pid.remote())
+        self._fired_before[name] = 0
+        return TorchEngine(self.handles[name], name=name)
+
+    def kill(self, name: str, number: int = signal.SIGKILL) -> None:
+        os.kill(self.pids[name], number)
+
+    async def ready(self) -> None:
+        """Every engine alive, without a script."""
+        for name in NAMES:
+            try:
+                await call(self.handles[name].set_script.remote([]))
+            except Exception:
+                await self.revive(name)
+            self._fired_before[name] = len(await call(self.handles[name].fired.remote()))
+
+    async def script(self, name: str, *faults: Fault) -> None:
+        await call(self.handles[name].set_script.remote(faults))
+
+    async def fired(self, name: str) -> list[str]:
+        """What was done in this test."""
+        return list((await call(self.handles[name].fired.remote()))[self._fired_before[name] :])
+
+    async def seen(self, name: str) -> list[Any]:
+        return list(await call(self.handles[name].seen.remote()))
+
+    async def state(self, name: str) -> tuple[str, int | None]:
+        return tuple(await call(self.handles[name].state.remote()))  # type: ignore[return-value]
+
+    async def serves(self, name: str) -> bool:
+        """Whether the engine lets a generation in."""
+        try:
+            await call(self.handles[name].generate.remote())
+        except Exception:
+            return False
+        return True
+
+    async def holds(self, name: str, model: nn.Module) -> bool:
+        return bool(await call(self.handles[name].digests.remote()) == model_digests(model.state_dict()))
+
+    def engines(self, names: Iterable[str] = NAMES) -> list[TorchEngine]:
+        return [TorchEngine(self.handles[name], name=name) for name in names]
+
+    def next_version(self) -> int:
+        self.version += 1
+        return self.version
+
+    def broadcaster(self, names: Iterable[str] = NAMES, **options: Any) -> WeightBroadcaster:
+        options = {
+            "lock": None,
+            "backend": "gloo",
+            "bucket_bytes": BUCKET_BYTES,
+            "timeouts": LIMITS,
+            "progress": False,
+            **options,
+        }
+        return WeightBroadcaster(self.engines(names), **options)
+
+
+class Events(list[UpdateEvent]):
+    """Give it as ``on_event``."""
+
+    def __call__(self, event: UpdateEvent) -> None:
+        self.append(event)
+
+    def kinds(self) -> list[str]:
+        return [event.kind for event in self]
+
+
+class Bar:
+    """A progress bar that only remembers."""
+
+    def __init__(self) -> None:
+        self.started: list[int] = []
+        self.moved: list[int] = []
+        self.closed: list[str] = []
+
+    def start(self, *, version: int, total_bytes: int, num_buckets: int) -> None:
+        self.started.append(total_bytes)
+
+    def advance(self, *, nbytes: int, bucket: int) -> None:
+        self.moved.append(bucket)
+
+    def close(self, *, status: str) -> None:
+        self.closed.append(status)
+
+
+async def failure_of(update: Any) -> tuple[UpdateFailed, float]:
+    """The failure of an update that must fail, and how long it took."""
+    started = time.monotonic()
+    try:
+        report = await update
+    except UpdateFailed as failure:
+        return failure, time.monotonic() - started
+    raise AssertionError(f"the update did not fail: {report.summary()}")
+
+
+async def until(condition: Any, *, limit: float = 60.0) -> None:
+    """Wait for ``condition()``, which may be a coroutine function, to become true."""
+    deadline = time.monotonic() + limit
+    while True:
+        found = condition()
+        if asyncio.iscoroutine(found):
+            found = await found
+        if found:
+            return
+        assert time.monotonic() < deadline, "it never happened"
+        await asyncio.sleep(0.01)
+
+
+def update_tasks() -> list[str]:
+    """The names of this loop's tasks that belong to an update."""
+    return [t.get_name() for t in asyncio.all_tasks() if "wsync" in t.get_name() or "update" in t.get_name()]
+
+
+@asynccontextmanager
+async def stopped_after(broadcaster: WeightBroadcaster) -> AsyncIterator[WeightBroadcaster]:
+    try:
+        yield broadcaster
+    finally:
+        await broadcaster.aclose()
