@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 from async_wsync.engines import vllm_wire as wire
 from async_wsync.engines.http import FIELDS, JsonServer
-from async_wsync.engines.replies import looks_collective
 from async_wsync.engines.vllm_control import ActorControl, At, Control, HttpControl, hinted, unseen_replica
 from async_wsync.errors import EngineBusy, EngineDied, EngineFailed, EngineTimeout
 from async_wsync.runtime.object_refs import RemoteDied, RemoteRaised
@@ -26,9 +25,11 @@ __all__ = ["VLLMActor", "VLLMEngine", "VLLMServer"]
 
 T = TypeVar("T")
 
-_JOIN_DELAYS = (0.002, 0.005, 0.01, 0.02, 0.05)
-_WORKER_WAIT = 0.02
-"""Seconds that a worker may hold vLLM's thread to wait for a bucket: the engine is paused then, but must answer."""
+_WORKER_WAIT = 0.05
+"""Seconds that a worker may hold vLLM's thread to wait for one of ours. Between two calls that thread spins for a
+second, which on a busy machine starves ours; so it is held most of the time, but an engine that waits must answer."""
+_JOIN_PAUSES = (*(20 * (0.0,)), 0.25)
+"""Seconds between two questions to an engine that joins: it may be serving, and others may keep it waiting."""
 _HEALTH_INTERVAL = 0.25
 _HEALTH_TIMEOUT = 2.0
 _PAUSES = {
@@ -108,8 +109,7 @@ class VLLMEngine:
             ticket = uuid.uuid4().hex
             request = wire.encode("join", call, id=ticket, group=group, rank_offset=rank_offset)
             await self._alive(self._control.init(request, at), at)
-            # It may be serving meanwhile, so nothing may hold its thread.
-            await self._until_done(ticket, at, worker_wait=0.0)
+            await self._until_done(ticket, at, pauses=_JOIN_PAUSES)
 
     async def leave(self, call: Call, group: str) -> None:
         with self._named("leave", call) as at:
@@ -159,7 +159,7 @@ class VLLMEngine:
             # One at a time, so that buckets are asked for in order over any number of connections.
             async with self._posting:
                 await self._alive(self._control.update(request, at), at)
-            await self._until_done(ticket, at, worker_wait=_WORKER_WAIT)
+            await self._until_done(ticket, at)
 
     async def end(self, call: Call, update: UpdateSpec) -> None:
         with self._named("end", call) as at:
@@ -228,7 +228,7 @@ class VLLMEngine:
         ticket = uuid.uuid4().hex
         replies = await self._ask(verb, call, at, id=ticket, **fields)
         if not all(reply.done for reply in replies):
-            await self._until_done(ticket, at, worker_wait=_WORKER_WAIT)
+            await self._until_done(ticket, at)
 
     async def _replies(self, request: str, at: At) -> list[wire.Reply]:
         try:
@@ -243,16 +243,16 @@ class VLLMEngine:
             raise wire.rebuild(failures[0], engine=self.name, phase=at.phase, bucket=at.bucket)
         return replies
 
-    async def _until_done(self, ticket: str, at: At, *, worker_wait: float) -> None:
+    async def _until_done(self, ticket: str, at: At, *, pauses: tuple[float, ...] = (0.0,)) -> None:
         """Ask until all ranks are done, or have been at it for a second longer than they should."""
-        request = json.dumps({"verb": "poll", "ticket": ticket, "wait": worker_wait})
-        delays = iter(_JOIN_DELAYS)
+        request = json.dumps({"verb": "poll", "ticket": ticket, "wait": _WORKER_WAIT})
+        pause = iter(pauses)
         async with asyncio.timeout(at.timeout + 1.0):
             while True:
                 replies = await self._replies(request, at)
                 if all(reply.done for reply in replies):
                     return
-                await asyncio.sleep(0.0 if worker_wait else next(delays, _JOIN_DELAYS[-1]))
+                await asyncio.sleep(next(pause, pauses[-1]))
 
     async def _alive(self, answer: Coroutine[Any, Any, T], at: At) -> T:
         """Await a control call; an engine that died without answering is found out by asking for its health."""
@@ -261,12 +261,14 @@ class VLLMEngine:
         try:
             while True:
                 done, _ = await asyncio.wait({task}, timeout=_HEALTH_INTERVAL)
-                if done:
+                if done and not isinstance(task.exception(), RemoteRaised):
                     return task.result()
                 try:
                     await self._control.health(At(timeout=_HEALTH_TIMEOUT, phase=at.phase, bucket=at.bucket))
                 except (EngineTimeout, TimeoutError):
                     pass  # silence is no proof of death
+                if done:
+                    return task.result()
         finally:
             task.cancel()
 
@@ -280,7 +282,7 @@ class VLLMEngine:
         except RemoteDied as error:
             raise EngineDied(f"{where}: {error}", **facts) from error
         except RemoteRaised as error:
-            raise EngineFailed(f"{where}: {hinted(error)}", **facts, is_collective=looks_collective(error)) from error
+            raise EngineFailed(f"{where}: {hinted(error)}", **facts) from error
         except TimeoutError as error:
             if isinstance(error, EngineTimeout):
                 raise

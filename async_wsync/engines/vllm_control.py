@@ -18,7 +18,7 @@ from async_wsync.runtime.object_refs import RemoteDied, RemoteRaised, await_ref
 __all__ = ["ActorControl", "At", "Control", "HttpControl", "hinted", "unseen_replica"]
 
 _ATTRIBUTE = "weight_transfer_engine"  # where a worker of vLLM keeps our backend; see vllm_worker
-_DEAD = ("EngineDeadError", "EngineCore encountered an issue", "Engine core proc", "engine is dead")
+_DEAD = ("EngineDeadError", "Executor failed", "EngineCore encountered an issue", "Engine core proc", "engine is dead")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -341,10 +341,11 @@ async def test_an_abort_ends_a_receive_at_once(fleet: Fleet) -> None:
 
 
 async def test_a_caller_with_a_lower_fence_is_refused(fleet: Fleet) -> None:
-    engine, update = fleet.actor(), _update(rig.tiny_model(0))
-    await engine.check(_call(), update)
-    with pytest.raises(StaleFence):
-        await engine.begin(_call(fence=1), update)
+    engine = fleet.actor()
+    await engine.reset(_call())
+    for stale in (engine.reset(_call(fence=1)), engine.publish(_call(fence=1), 5)):
+        with pytest.raises(StaleFence):
+            await stale
 
 
 TRAINER = """
