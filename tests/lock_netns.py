@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -57,6 +58,8 @@ def two_nodes() -> Iterator[tuple[str, str]]:
     prefix = f"ws{uuid.uuid4().hex[:5]}"
     switch = prefix + SWITCH
     nodes: list[subprocess.Popen[bytes]] = []
+    # Its own folder, or Ray would note this head as the cluster that every ray.init() on the machine should join.
+    folder = tempfile.mkdtemp(prefix="ws-")
     try:
         ip("netns", "add", switch)
         ip("-n", switch, "link", "add", "br0", "type", "bridge")
@@ -70,24 +73,31 @@ def two_nodes() -> Iterator[tuple[str, str]]:
             ip("-n", name, "link", "set", "eth0", "up")
             ip("-n", name, "link", "set", "lo", "up")
         address = f"{NETWORK}.1:6379"
-        nodes.append(start_node(prefix + "1", "--head", "--port=6379", f"--node-ip-address={NETWORK}.1", "one"))
+        nodes.append(
+            start_node(
+                prefix + "1",
+                "--head",
+                "--include-dashboard=false",
+                "--port=6379",
+                f"--node-ip-address={NETWORK}.1",
+                "one",
+            )
+        )
         wait_for_port(prefix + "1", address)
         nodes.append(start_node(prefix + "2", f"--address={address}", f"--node-ip-address={NETWORK}.2", "two"))
         yield prefix, address
     finally:
-        for node in nodes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(node.pid, signal.SIGTERM)
-        for node in nodes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                node.wait(10)
-        for name in (*HOSTS, SWITCH):
-            for pid in subprocess.run(
-                ["ip", "netns", "pids", prefix + name], capture_output=True, text=True
-            ).stdout.split():
+        for name in (prefix + end for end in (*HOSTS, SWITCH)):
+            # Everything in there is ours; a polite end would drain for half a minute.
+            inside = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout
+            for pid in inside.split():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
-            subprocess.run(["ip", "netns", "del", prefix + name], capture_output=True)
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+        for node in nodes:
+            node.kill()
+            node.wait(10)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def start_node(namespace: str, *arguments: str) -> subprocess.Popen[bytes]:
@@ -96,7 +106,7 @@ def start_node(namespace: str, *arguments: str) -> subprocess.Popen[bytes]:
         [
             *("ip", "netns", "exec", namespace, sys.executable, "-m", "ray.scripts.scripts", "start", "--block"),
             *(*options, "--num-cpus=4", "--object-store-memory=100000000", "--disable-usage-stats"),
-            *("--include-dashboard=false", f"--resources={json.dumps({resource: 100})}"),
+            f"--resources={json.dumps({resource: 100})}",
         ],
         env=environment(),
         stdout=subprocess.DEVNULL,
