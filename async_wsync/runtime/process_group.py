@@ -89,17 +89,18 @@ class ProcessGroup:
         """The announcing ranks that `build` has not heard of yet."""
         return self._missing
 
-    def build(self, *, announcing: Collection[int], eager: bool) -> None:
+    def build(self, *, announcing: Collection[int], eager: bool, device: torch.device | None = None) -> None:
         """Connect to all other members. Blocks, for as long as the store and ``spec.timeout`` allow.
 
-        ``announcing``: the ranks that tell their listening address as we do. ``eager``: every member connects now
-        (NCCL alone would wait for the first collective). Raises RuntimeError (torch's, or when aborted meanwhile).
+        ``announcing``: the ranks that tell their listening address as we do. ``eager``: every member connects now (NCCL
+        alone would wait for the first collective), from ``device``, by default this thread's. Raises RuntimeError
+        (torch's, or when aborted meanwhile).
         """
         with self.entered():
             if self.spec.backend == "gloo":
                 self._build_gloo(announcing)
             elif self.spec.backend == "nccl":
-                self._build_nccl(announcing, eager)
+                self._build_nccl(announcing, eager, device)
             else:
                 raise ValueError(f"backend {self.spec.backend!r} is neither 'gloo' nor 'nccl'")
         if self._aborted:
@@ -248,7 +249,7 @@ class ProcessGroup:
             self._own, self._peers = own, frozenset(peers.values())
             self._fds = sockets.find_connections(self._is_ours())
 
-    def _build_nccl(self, announcing: Collection[int], eager: bool) -> None:
+    def _build_nccl(self, announcing: Collection[int], eager: bool, device: torch.device | None) -> None:
         self._exchange(announcing)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=self.spec.timeout + NCCL_WATCHDOG_MARGIN)
@@ -256,7 +257,7 @@ class ProcessGroup:
         with self._lock:
             self._pg = pg
         if eager:
-            pg.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
+            pg.eager_connect_single_device(device or torch.device("cuda", torch.cuda.current_device()))
 
 
 def wait_for_cuda(works: Sequence[Any], device: torch.device, *, seconds: float, stop: threading.Event) -> None:

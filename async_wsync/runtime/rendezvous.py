@@ -18,6 +18,8 @@ from collections.abc import Collection, Mapping
 from datetime import timedelta
 from typing import Any
 
+import torch
+
 from async_wsync.errors import RendezvousError
 from async_wsync.runtime.group_member import GroupMember
 from async_wsync.runtime.group_source import UpdateGroup
@@ -104,13 +106,18 @@ class Rendezvous:
         return cls(spec, store, worker)
 
     async def complete(
-        self, members: Mapping[int, str], *, hello: bool | Collection[int] = True, interop: bool = False
+        self,
+        members: Mapping[int, str],
+        *,
+        hello: bool | Collection[int] = True,
+        interop: bool = False,
+        device: torch.device | None = None,
     ) -> UpdateGroup:
         """Wait for every member and connect with all of them, within ``spec.connect_timeout`` seconds.
 
         ``members``: rank to engine name, for the ranks 1 to ``world_size`` - 1. ``hello``: which of them greet (all,
         none, or these ranks); engines that join with torch's own means do not, and are only waited for. ``interop``
-        is short for ``hello=False``.
+        is short for ``hello=False``. ``device``: the CUDA device to send from, by default 0 (NCCL only).
         Raises `RendezvousError` with ``phase`` and ``missing_ranks``; the rendezvous is over then.
         """
         if set(members) != set(range(1, self.spec.world_size)):
@@ -122,7 +129,7 @@ class Rendezvous:
         completed = False
         try:
             await self._hear(greeting, members, deadline)
-            group = await self._worker.run(self._connect, greeting, members, deadline)
+            group = await self._worker.run(self._connect, greeting, members, deadline, device)
             completed = True
         finally:
             if not completed:
@@ -182,7 +189,9 @@ class Rendezvous:
             who = f"rank {rank} ({members[rank]}, {said.get('member')!r} at {said.get('host')}, pid {said.get('pid')})"
             raise self._error("hello", f"{who} came with {', '.join(wrong)}")
 
-    def _connect(self, greeting: Collection[int], members: Mapping[int, str], deadline: float) -> ProcessGroup:
+    def _connect(
+        self, greeting: Collection[int], members: Mapping[int, str], deadline: float, device: torch.device | None
+    ) -> ProcessGroup:
         """In the worker: let the members go, and build the process group with them."""
         store = self._store
         if store is None:
@@ -193,7 +202,7 @@ class Rendezvous:
         try:
             for rank in greeting:
                 store.set(_key(self.spec, "go", rank), json.dumps({"announcing": announcing, "eager": eager}))
-            _build_bounded(group, announcing, eager, deadline)
+            _build_bounded(group, announcing, eager, deadline, device)
         except (RuntimeError, TimeoutError) as error:
             missing = group.missing or set(members) - set(greeting)
             store = None
@@ -205,14 +214,15 @@ class Rendezvous:
 
     def _missing(self, phase: str, ranks: Collection[int], members: Mapping[int, str], what: str) -> RendezvousError:
         who = ", ".join(f"rank {rank} ({members[rank]})" for rank in sorted(ranks)) or "some member"
-        return self._error(phase, f"{who} {what} within {self.spec.connect_timeout:g} s", ranks)
+        return self._error(phase, f"{who} {what} within {self.spec.connect_timeout:g} s (Timeouts.connect)", ranks)
 
     def _error(self, phase: str, message: str, missing: Collection[int] = ()) -> RendezvousError:
         return rendezvous_error(self.spec.name, phase, message, missing)
 
 
-def join_group(spec: GroupSpec, rank: int, *, member: str) -> GroupMember:
-    """Join as ``rank``; ``member`` is the name by which the source's errors call us.
+def join_group(spec: GroupSpec, rank: int, *, member: str, device: torch.device | None = None) -> GroupMember:
+    """Join as ``rank``; ``member`` is the name by which the source's errors call us. ``device``: the CUDA device to
+    receive on, by default 0 (NCCL only).
 
     Blocks, at most ``spec.connect_timeout`` seconds whatever listens at the other end, so call it in a thread.
     Raises `RendezvousError` with the ``phase`` it got to, and ValueError for a rank outside the group.
@@ -232,7 +242,7 @@ def join_group(spec: GroupSpec, rank: int, *, member: str) -> GroupMember:
         raise rendezvous_error(spec.name, "hello", f"the source at {where} refused {member}: {go['refused']}")
     group = ProcessGroup(spec, rank, store)
     try:
-        _build_bounded(group, go["announcing"], go["eager"], deadline)
+        _build_bounded(group, go["announcing"], go["eager"], deadline, device)
     except (RuntimeError, TimeoutError) as error:
         missing = group.missing
         group.abort()
@@ -264,9 +274,11 @@ def _greet(spec: GroupSpec, rank: int, member: str, store: TCPStore, deadline: f
     return answer
 
 
-def _build_bounded(group: ProcessGroup, announcing: Collection[int], eager: bool, deadline: float) -> None:
+def _build_bounded(
+    group: ProcessGroup, announcing: Collection[int], eager: bool, deadline: float, device: torch.device | None
+) -> None:
     run_bounded(
-        lambda: group.build(announcing=announcing, eager=eager),
+        lambda: group.build(announcing=announcing, eager=eager, device=device),
         seconds=deadline - time.monotonic(),
         name=f"connect {group.spec.name}",
         on_expiry=group.abort_building,
