@@ -19,6 +19,7 @@ from async_wsync.core.engine_state import EngineRecord
 from async_wsync.errors import EngineFailed
 from async_wsync.fleet import Fleet
 from async_wsync.links import Link, Links
+from async_wsync.own_checks import HasOwnChecks, check_own
 from async_wsync.patience import flush, not_resumed, resume
 from async_wsync.sources.pump import SourcePump
 from async_wsync.story import Settings, Story, Verify
@@ -252,10 +253,10 @@ class Attempt:
         names = [meta.name for meta in self.update.manifest.params]
         wanted: dict[str, str] | None = await self.calls.race(self.pump.digests()) if against == "source" else None
         first = "the source" if wanted is not None else ""
+        await self._verify_by_own_means([e for e in self.engines if answers[e.name] is None], against)
         for engine in self.engines:
             digests: dict[str, str] | None = answers[engine.name]
             if digests is None:
-                self.record(engine).notes.append("has no checksums to compare")
                 continue
             mine = {name: digests[name] for name in names if name in digests}
             if wanted is None:
@@ -269,6 +270,22 @@ class Attempt:
                     phase="verify",
                 )
         self.story.checksum = combined(wanted) if wanted else None
+
+    async def _verify_by_own_means(self, engines: Sequence[RolloutEngine], against: Verify) -> None:
+        own = [e for e in engines if isinstance(e, HasOwnChecks)]
+        notes = {e.name: "has no checksums to compare" for e in engines}
+        if own:
+            call = self.call(self.settings.timeouts.end)
+            check = check_own(
+                own,
+                call,
+                against=against,
+                manifest=self.update.manifest,
+                first_rows=self.pump.first_rows,
+            )
+            notes |= await self.calls.race(check)
+        for engine in engines:
+            self.record(engine).notes.append(notes[engine.name])
 
     async def resume(self) -> list[EngineFailed]:
         """Let every whole engine of ours that is paused serve again; the failures, each after retries."""

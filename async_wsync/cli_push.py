@@ -169,7 +169,8 @@ async def _dry_run(
     )
     call = Call(source="async-wsync push", fence=0, timeout=timeout)
     answers = await asyncio.gather(*(engine.check(call, update) for engine in engines), return_exceptions=True)
-    found, worst = {}, OK
+    found: dict[str, dict[str, Any]] = {}
+    worst = OK
     for engine, answer in zip(engines, answers, strict=True):
         if isinstance(answer, BaseException):
             if not isinstance(answer, EngineFailed):
@@ -181,9 +182,9 @@ async def _dry_run(
     size = sum(bucket.nbytes for bucket in buckets)
     if str(arguments.json) != "-":
         print(f"{len(manifest.params)} tensors, {size / 1e6:.1f} MB, {len(buckets)} buckets; nothing was sent")
-        for name, answer in found.items():
-            print(f"  {name}: {'fits' if answer['fits'] else answer['error']}")
-            for note in answer.get("notes", ()):
+        for name, result in found.items():
+            print(f"  {name}: {'fits' if result['fits'] else result['error']}")
+            for note in result.get("notes", ()):
                 print(f"    note: {note}")
     _write_json(
         arguments.json,

@@ -33,7 +33,7 @@ LAYERS = (
     },
     {"engines"},
     {"sources"},
-    {"calls"},
+    {"calls", "own_checks"},
     {"rounds"},
     {
         "aftermath",

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from async_wsync.core.buckets import plan_buckets
+from async_wsync.core.buckets import plan_buckets, torch_dtype
 from async_wsync.errors import SourceError, WeightSyncError
 from async_wsync.runtime.threads import DaemonWorker, wait_done, wait_for
 from async_wsync.sources.stream import BucketStream, StagedBucket, wire_digest
@@ -120,6 +120,27 @@ class SourcePump:
                 stream.stop()
             digests = await self._worker.run(self._walk_digests, manifest)
         return {**digests, **{alias: digests[name] for alias, name in manifest.aliases}}
+
+    async def first_rows(self, names: Sequence[str]) -> dict[str, Any] | None:
+        """The first row of each of these tensors as it travels, in nested lists of floats.
+
+        A walk of its own, which stops a stream that is under way. None for a source that runs collectives: nobody
+        else would take part in a second walk.
+        """
+        manifest = await self.manifest()
+        if getattr(self.source, "collective", False):
+            return None
+        for stream in self._streams:
+            stream.stop()
+        return await self._worker.run(self._walk_rows, manifest, frozenset(names))
+
+    def _walk_rows(self, manifest: Manifest, names: frozenset[str]) -> dict[str, Any]:
+        dtypes = {meta.name: torch_dtype(meta.dtype) for meta in manifest.params}
+        return {
+            name: tensor.detach()[:1].to(dtypes[name]).float().tolist()
+            for name, tensor in self.source.tensors()
+            if name in names and tensor.dim() > 0
+        }
 
     def _walk_digests(self, manifest: Manifest) -> dict[str, str]:
         metas = {meta.name: meta for meta in manifest.params}

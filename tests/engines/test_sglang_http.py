@@ -8,16 +8,18 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from async_wsync.broadcaster import WeightBroadcaster
 from async_wsync.core.buckets import lay_out, param_meta, plan_buckets, stage
 from async_wsync.engines.sglang import SGLangServer
-from async_wsync.errors import EngineBusy, EngineDied, EngineFailed, EngineRejected, EngineTimeout
+from async_wsync.errors import EngineBusy, EngineDied, EngineFailed, EngineRejected, EngineTimeout, UpdateFailed
 from async_wsync.runtime.update_group import Rendezvous, UpdateGroup
+from async_wsync.sources import StateDictSource
 from async_wsync.types import Call, EngineState, Manifest, PauseMode, UpdateSpec, WireFormat
 from tests.engines.small_sglang import SmallSGLang
 
@@ -432,3 +434,57 @@ async def test_its_own_checksums_and_samples(small: SmallSGLang, adapt: Adapt) -
     assert found == {"model.norm.weight": [0.0, 0.0]}
     small.quirks["/weights_checker"] = (404, {})
     assert await engine.own_checksums(CALL) is None
+
+
+# ------------------------------------------------------------------------------- verify
+
+
+def sending(*engines: SGLangServer) -> WeightBroadcaster:
+    return WeightBroadcaster(
+        engines,
+        lock=None,
+        backend="gloo",
+        bucket_bytes=1100,
+        pause_mode=PauseMode.RECOMPUTE,
+        progress=False,
+        master_address="127.0.0.1",
+    )
+
+
+@pytest.fixture
+def forgetful() -> Iterator[SmallSGLang]:
+    """A server that does not know one of the tensors, and drops it with 200, as SGLang does."""
+    weights = {name: torch.zeros_like(t) for name, t in tensors().items() if name != "lm_head.weight"}
+    with SmallSGLang(weights=weights) as server:
+        yield server
+
+
+@pytest.mark.parametrize("against", ["engines", "source"])
+async def test_engines_without_our_checksums_are_verified_by_their_own(
+    small: SmallSGLang, adapt: Adapt, against: Literal["engines", "source"]
+) -> None:
+    with SmallSGLang(weights={name: torch.zeros_like(t) for name, t in tensors().items()}) as other:
+        async with sending(adapt(), SGLangServer(other.url)) as sender:
+            report = await sender.update_weights(StateDictSource(tensors(2)), version=5, verify=against)
+    words = {"engines": "checksums", "source": "first rows of 5 tensors equal"}[against]
+    assert all(any(words in note for note in outcome.notes) for outcome in report.engines.values())
+
+
+async def test_a_tensor_dropped_in_silence_is_found_before_the_version_is_given(
+    small: SmallSGLang, adapt: Adapt, forgetful: SmallSGLang
+) -> None:
+    careless = SGLangServer(forgetful.url, check_names=False)
+    async with sending(adapt(), careless) as sender:
+        with pytest.raises(UpdateFailed, match=r"lm_head\.weight") as caught:
+            await sender.update_weights(StateDictSource(tensors(2)), version=5, verify="engines")
+    assert caught.value.phase == "verify"
+    assert small.version == forgetful.version == "default"
+
+
+async def test_weights_that_differ_from_the_source_are_found_by_samples(small: SmallSGLang, adapt: Adapt) -> None:
+    answer = (200, [[1.0] * 8])
+    async with sending(adapt(check_names=False)) as sender:
+        small.quirks["/get_weights_by_name"] = answer
+        with pytest.raises(UpdateFailed, match="differ from the source"):
+            await sender.update_weights(StateDictSource(tensors(2)), version=5, verify="source")
+    assert small.version == "default"

@@ -1,0 +1,104 @@
+"""Checking engines that can't tell our checksums: by their own ones, and by samples of their weights.
+
+SGLang hashes fused and sharded tensors its own way. Two such engines can still be compared with each other, and a few
+rows of each tensor with the source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from async_wsync.errors import EngineFailed
+from async_wsync.types import Call, Manifest
+
+__all__ = ["HasOwnChecks", "check_own"]
+
+#: Tensors sampled, spread over the manifest: a call each.
+MAX_SAMPLES = 32
+#: An engine may hold its weights in bfloat16, whatever was sent: 8 bits of mantissa.
+RELATIVE, ABSOLUTE = 2.0**-7, 1e-5
+
+
+@runtime_checkable
+class HasOwnChecks(Protocol):
+    """What `SGLangServer` has on top of a `RolloutEngine`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def num_ranks(self) -> int: ...
+    async def own_checksums(self, call: Call) -> dict[str, str] | None: ...
+    async def sample(self, call: Call, names: Sequence[str], *, rows: int = 1) -> dict[str, Any]: ...
+
+
+async def check_own(
+    engines: Sequence[HasOwnChecks],
+    call: Call,
+    *,
+    against: Literal["engines", "source"],
+    manifest: Manifest,
+    first_rows: Callable[[Sequence[str]], Awaitable[Mapping[str, Any] | None]],
+) -> dict[str, str]:
+    """What was found, in words, by engine name. Raises `EngineFailed` for the first engine that differs.
+
+    ``first_rows(names)``: the source's first rows as nested lists, or None where it can't be read again.
+    """
+    if against == "engines":
+        return await _with_each_other(engines, call)
+    names = _spread([meta.name for meta in manifest.params])
+    rows = await first_rows(names)
+    if rows is None:
+        return {engine.name: "not verified: the source can't be read a second time" for engine in engines}
+    return {engine.name: await _with_source(engine, call, rows) for engine in engines}
+
+
+async def _with_each_other(engines: Sequence[HasOwnChecks], call: Call) -> dict[str, str]:
+    notes: dict[str, str] = {}
+    models: dict[tuple[type, int], tuple[str, dict[str, str]]] = {}  # the first of each kind that can be compared
+    for engine in engines:
+        sums = await engine.own_checksums(call)
+        if sums is None:
+            notes[engine.name] = "not verified: it has no checksums"
+            continue
+        first, wanted = models.setdefault((type(engine), engine.num_ranks), (engine.name, sums))
+        if first == engine.name:
+            notes[engine.name] = "its own checksums are what others of its kind are compared with"
+            continue
+        differing = sorted(name for name in wanted.keys() | sums.keys() if wanted.get(name) != sums.get(name))
+        if differing:
+            raise _differs(engine.name, differing, first)
+        notes[engine.name] = f"{len(sums)} checksums of its own equal {first}'s"
+    return notes
+
+
+async def _with_source(engine: HasOwnChecks, call: Call, rows: Mapping[str, Any]) -> str:
+    held = await engine.sample(call, list(rows))
+    differing = [name for name, values in held.items() if not _close(rows[name], values)]
+    if differing:
+        raise _differs(engine.name, differing, "the source")
+    if not held:
+        return "not verified: it gives no samples of its weights"
+    return f"the first rows of {len(held)} tensors equal the source's, to bfloat16's precision"
+
+
+def _differs(name: str, differing: Sequence[str], other: str) -> EngineFailed:
+    return EngineFailed(
+        f"{name}: {len(differing)} tensors differ from {other} after the update, first {', '.join(differing[:3])}",
+        engine=name,
+        phase="verify",
+    )
+
+
+def _spread(names: Sequence[str]) -> list[str]:
+    if len(names) <= MAX_SAMPLES:
+        return list(names)
+    return [names[i * len(names) // MAX_SAMPLES] for i in range(MAX_SAMPLES)]
+
+
+def _close(one: Any, other: Any) -> bool:
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(_close(a, b) for a, b in zip(one, other, strict=True))
+    if isinstance(one, list) or isinstance(other, list):
+        return False
+    return abs(float(one) - float(other)) <= ABSOLUTE + RELATIVE * abs(float(one))
