@@ -16,6 +16,7 @@ from tests.ray.test_examples import run
 
 ROOT = Path(__file__).resolve().parents[2]
 FENCED = re.compile(r"```python\n(.*?)```", re.DOTALL)
+GUARANTEES = (ROOT / "docs" / "guarantees.md").read_text()
 LINK = re.compile(r"\]\(([^)#]+?)\)")
 
 
@@ -77,3 +78,15 @@ def test_ci_runs_the_readmes_test_command() -> None:
     assert done.returncode == 0, done.stderr
     commands = re.findall(r"^python3 .*nox -s tests$", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert len(commands) == 1, "`.ci/run` takes this line from the README"
+
+
+def test_every_promise_names_tests_that_exist() -> None:
+    promises = re.findall(r"^\*\*G(\d+) .*?(?=^\*\*G|^## Not)", GUARANTEES, re.MULTILINE | re.DOTALL)
+    assert promises == [str(number) for number in range(1, 13)]
+    for section in re.split(r"^\*\*G", GUARANTEES.split("## Not promised")[0], flags=re.MULTILINE)[1:]:
+        named = re.findall(r"^- `(tests/[^`]+)`$", section, re.MULTILINE)
+        assert named, section
+        for place in named:
+            file, _, test = place.partition("::")
+            assert (ROOT / file).exists(), place
+            assert not test or f"def {test}(" in (ROOT / file).read_text(), place
