@@ -128,7 +128,11 @@ class WeightBroadcaster:
         self._on_event = on_event
         self.name = name or f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:6]}"
         self._links = Links(
-            topology=topology, master_address=master_address, timeouts=timeouts, num_buffers=num_buffers
+            topology=topology,
+            master_address=master_address,
+            timeouts=timeouts,
+            num_buffers=num_buffers,
+            is_lost=self._fleet.roster.is_lost,
         )
         self._version: int | None = None
         self._turn = asyncio.Lock()  # one update or change of members at a time in this process

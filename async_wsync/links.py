@@ -52,7 +52,16 @@ class Link:
 class Links:
     """The update groups of one broadcaster."""
 
-    def __init__(self, *, topology: Topology, master_address: str | None, timeouts: Timeouts, num_buffers: int) -> None:
+    def __init__(
+        self,
+        *,
+        topology: Topology,
+        master_address: str | None,
+        timeouts: Timeouts,
+        num_buffers: int,
+        is_lost: Callable[[str], bool],
+    ) -> None:
+        self._is_lost = is_lost
         self._topology = topology
         self._master_address = master_address
         self._timeouts = timeouts
@@ -202,7 +211,8 @@ class Links:
         await link.group.aclose(self._timeouts.close)
 
     async def _leave(self, members: Sequence[RolloutEngine], name: str, call: Call) -> None:
-        tasks = [asyncio.get_running_loop().create_task(_quietly(e, e.leave(call, name))) for e in members]
+        there = [e for e in members if not self._is_lost(e.name)]  # a silent one would hold up the farewell
+        tasks = [asyncio.get_running_loop().create_task(_quietly(e, e.leave(call, name))) for e in there]
         await settle(tasks, timeout=self._timeouts.close)
         for task in tasks:
             task.cancel()

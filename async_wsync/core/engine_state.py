@@ -121,6 +121,9 @@ class Roster:
     def __getitem__(self, name: str) -> EngineRecord:
         return self._records[name]
 
+    def is_lost(self, name: str) -> bool:
+        return name in self._records and self._records[name].state is _S.LOST
+
     def states(self) -> dict[str, EngineState]:
         return {name: record.state for name, record in self._records.items()}
 
