@@ -15,10 +15,10 @@ PINNED = ("-q", "-c", "constraints.txt")
 SOURCES = ("async_wsync", "tests", "examples", "benchmarks", "noxfile.py")
 
 
-def _install(session: nox.Session, *groups: str) -> None:
+def _install(session: nox.Session, *groups: str, extras: str = "") -> None:
     """The package in place, and ``groups`` of pyproject.toml, at the pinned versions."""
     project = nox.project.load_toml("pyproject.toml")
-    session.install(*PINNED, "-e", ".", *nox.project.dependency_groups(project, *groups))
+    session.install(*PINNED, "-e", f".{extras}", *nox.project.dependency_groups(project, *groups))
 
 
 def _pytest(session: nox.Session, *args: str) -> None:
@@ -28,7 +28,7 @@ def _pytest(session: nox.Session, *args: str) -> None:
 @nox.session
 def demo(session: nox.Session) -> None:
     """A model trains while Ray engines generate and take each new version. Options go after `--`."""
-    _install(session)
+    _install(session, extras="[demo]")
     session.run("async-wsync", "demo", *session.posargs)
 
 
