@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -14,15 +14,14 @@ import torch
 
 from async_wsync.errors import BroadcastFailed
 from async_wsync.runtime.process_group import ProcessGroup, wait_for_cuda
+from async_wsync.runtime.socket_watch import WATCH_INTERVAL, SocketWatch
 from async_wsync.runtime.store import first_line
+from async_wsync.runtime.threads import pause
 from async_wsync.types import GroupSpec
 
 __all__ = ["GroupMember"]
 
 logger = logging.getLogger(__name__)
-
-#: Seconds that collectives started before a failure get to let go of their tensors.
-FAILURE_GRACE = 2.0
 
 
 class GroupMember:
@@ -32,6 +31,7 @@ class GroupMember:
         self._group = group
         self._stop = threading.Event()
         self._busy = threading.Lock()
+        self._sockets = SocketWatch(group.fds)
 
     def __repr__(self) -> str:
         state = "closed" if self._group.dropped else "aborted" if self.aborted else "ready"
@@ -56,7 +56,7 @@ class GroupMember:
     @property
     def deserted(self) -> bool:
         """True where no connection of the group is left: the source has died, or left. NCCL cannot tell: False."""
-        return sys.platform.startswith("linux") and self.spec.backend == "gloo" and self._group.connections() == 0
+        return self._sockets.all_closed
 
     def broadcast(self, tensors: Sequence[torch.Tensor], timeout: float | None = None) -> None:
         """Receive into ``tensors``, in order, from rank 0; blocks until all have arrived.
@@ -75,10 +75,15 @@ class GroupMember:
             except RuntimeError as error:
                 self.abort()
                 self._let_go(works)
+                traceback.clear_frames(error.__traceback__)
                 who, after = f"rank {self.rank} of group {self.spec.name}", time.monotonic() - started
                 raise BroadcastFailed(
                     f"{who} received nothing more after {after:.2f} s: {first_line(error)}", group=self.spec.name
                 ) from error
+            finally:
+                # Works are freed here, not with a traceback later: that goes through C++, which must not happen while
+                # the interpreter ends (see `ProcessGroup.entered`).
+                works.clear()
 
     def abort(self) -> None:
         """Break the group up at once. A blocked `broadcast` fails, here and at the members connected with us."""
@@ -97,15 +102,31 @@ class GroupMember:
             wait_for_cuda(works, tensors[0].device, seconds=deadline - time.monotonic(), stop=self._stop)
             return
         for work in works:
-            work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+            self._watch(work, deadline)
+
+    def _watch(self, work: Any, deadline: float) -> None:
+        """Wait for one gloo work, in steps: gloo does not tell a half-way receive that its connection was lost."""
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                work.wait(timedelta(seconds=max(0.001, min(left, WATCH_INTERVAL))))
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait()  # raises the work's own error, or it has succeeded meanwhile
+                    return
+                if self._stop.is_set():
+                    raise RuntimeError("the group was broken up") from None
+                if not self._sockets.all_open:
+                    raise RuntimeError("a connection of the group was lost") from None
+                if left <= 0:
+                    raise
 
     def _let_go(self, works: list[Any]) -> None:
-        """The caller may free or reuse its tensors after an error: no collective may still write into them."""
+        """Return once no collective can write into the caller's tensors any more: they are over, or all sockets are
+        closed. After an abort that takes milliseconds; where sockets can't be seen, up to the works' own timeout."""
         if self.spec.backend == "nccl":
             return  # abort has taken the communicator away
-        deadline = time.monotonic() + FAILURE_GRACE
         for work in works:
-            try:
-                work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
-            except RuntimeError:
-                pass
+            while not work.is_completed() and not self._sockets.all_closed:
+                pause(0.002)

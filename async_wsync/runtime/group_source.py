@@ -14,6 +14,7 @@ import torch
 
 from async_wsync.errors import BroadcastFailed
 from async_wsync.runtime.process_group import ProcessGroup, wait_for_cuda
+from async_wsync.runtime.socket_watch import WATCH_INTERVAL, SocketWatch
 from async_wsync.runtime.store import first_line
 from async_wsync.runtime.threads import DaemonWorker, wait_done
 from async_wsync.types import GroupSpec
@@ -21,6 +22,9 @@ from async_wsync.types import GroupSpec
 __all__ = ["UpdateGroup"]
 
 logger = logging.getLogger(__name__)
+
+#: Seconds that closing waits for the threads of a group that was broken up.
+BROKEN_GRACE = 0.5
 
 
 class UpdateGroup:
@@ -33,6 +37,7 @@ class UpdateGroup:
         self._pending: set[_Pending] = set()
         self._waiter = DaemonWorker(f"wait {group.spec.name}")  # starts with the first NCCL broadcast
         self._dropped: Future[None] | None = None
+        self._sockets = SocketWatch(group.fds)
         # Whoever forgets to close us must not block: abort frees the threads, a daemon thread drops the group.
         self._finalizer = weakref.finalize(self, _scrap, group, self._stop)
         self._finalizer.atexit = False  # process_group has its own hook
@@ -70,6 +75,7 @@ class UpdateGroup:
             return pending.future
         self._pending.add(pending)
         self._group.enter()
+        pending.watch(self._sockets)
         if self.spec.backend == "nccl":
             self._launcher.submit(pending.launch_nccl, self._waiter, self._stop)
         else:
@@ -86,7 +92,8 @@ class UpdateGroup:
     async def aclose(self, timeout: float = 10.0) -> None:
         """Leave the group and free its sockets and threads, within ``timeout`` seconds; idempotent.
 
-        What is still pending is broken off. What does not end in time is left to a daemon thread.
+        What is still pending is broken off. What does not end in time is left to a daemon thread, and of a group that
+        was broken up not much is expected: gloo may hold on to a transfer that was half-way until its timeout.
         """
         if self._pending:
             self.abort()
@@ -96,11 +103,14 @@ class UpdateGroup:
             self._dropped = self._group.drop()
             self._launcher.close()
             self._waiter.close()
+        level = logging.WARNING
+        if self.aborted:
+            timeout, level = min(timeout, BROKEN_GRACE), logging.DEBUG
         try:
             async with asyncio.timeout(timeout):
                 await wait_done(self._dropped)
         except TimeoutError:
-            logger.warning("group %s did not let go within %g s and was left to itself", self.spec.name, timeout)
+            logger.log(level, "group %s did not let go within %g s and was left to itself", self.spec.name, timeout)
 
 
 class _Pending:
@@ -116,6 +126,15 @@ class _Pending:
         self._left = 0
         self.future: asyncio.Future[None] = self._loop.create_future()
         self.future.add_done_callback(_retrieve)
+
+    def watch(self, sockets: SocketWatch) -> None:
+        """Fail as soon as a member's connection is gone: of a send that is half-way gloo does not tell."""
+        if self.future.done():
+            return
+        if not sockets.all_open:
+            self._broke(RuntimeError("the connection to a member was lost"))
+        else:
+            self._loop.call_later(WATCH_INTERVAL, self.watch, sockets)
 
     def launch_gloo(self) -> None:
         """Start the collectives (in the launcher's thread, where it may block)."""

@@ -10,8 +10,12 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from async_wsync.runtime.update_group import Rendezvous
 from async_wsync.types import GroupSpec
+
+SENDS = [32 << 20] * 4  # bytes of each tensor that it sends, over and over
 
 
 def _live(conn: Any) -> None:
@@ -28,14 +32,17 @@ def _live(conn: Any) -> None:
         conn.send(rendezvous.spec)
         group = await rendezvous.complete({1: "engine"})
         conn.send("formed")
-        await asyncio.sleep(600)
+        while not conn.poll():
+            await asyncio.sleep(0.005)
+        while True:
+            await group.broadcast([torch.ones(nbytes, dtype=torch.uint8) for nbytes in SENDS])
         await group.aclose()
 
     asyncio.run(main())
 
 
 class DyingSource:
-    """``spec`` of its group; `formed` once its engine has joined; `kill`."""
+    """``spec`` of its group; `formed` once its engine has joined; `send` without end; `kill`."""
 
     def __init__(self) -> None:
         self._conn, theirs = mp.get_context("spawn").Pipe()
@@ -51,10 +58,14 @@ class DyingSource:
     def formed(self) -> None:
         assert self._receive() == "formed"
 
+    def send(self) -> None:
+        self._conn.send("send")
+
     def kill(self) -> None:
         assert self._process.pid is not None
-        os.kill(self._process.pid, signal.SIGKILL)
-        self._process.join(10)
+        if self._process.is_alive():
+            os.kill(self._process.pid, signal.SIGKILL)
+            self._process.join(10)
         self._conn.close()
 
 

@@ -16,9 +16,11 @@ from torch import nn
 from async_wsync.core.buckets import lay_out, param_meta, stage
 from async_wsync.engines import protocol as p
 from async_wsync.engines.receiver import WeightReceiver
-from async_wsync.errors import EngineFailed, EngineNotServing, EngineRejected, StaleFence
+from async_wsync.errors import BroadcastFailed, EngineFailed, EngineNotServing, EngineRejected, StaleFence
+from async_wsync.runtime.threads import spawn, wait_done
+from async_wsync.runtime.update_group import join_group
 from async_wsync.types import EngineState, Manifest, PauseMode, WireFormat
-from tests.gloo.dying_source import a_dying_source
+from tests.gloo.dying_source import SENDS, a_dying_source
 from tests.receiver_driver import (
     a_call,
     ask,
@@ -143,6 +145,31 @@ async def test_nothing_written_after_an_abort_was_answered() -> None:
     await group.aclose()
 
 
+@pytest.mark.parametrize("delay", [0.0, 0.001, 0.002, 0.004, 0.008, 0.016])
+async def test_an_abort_in_the_middle_of_the_bytes_ends_them(delay: float) -> None:
+    # 32 MB in matrices of 4 MB and some small tensors, over and over, so that an abort falls into the middle.
+    trainer = {f"w{i}": torch.full((1024, 1024), 7.0) for i in range(8)} | {f"s{i}": torch.ones(99) for i in range(50)}
+    model = {name: torch.zeros_like(tensor) for name, tensor in trainer.items()}
+    receiver, call = WeightReceiver(model), a_call()
+    group = await connect([receiver], call)
+    manifest = Manifest(params=tuple(param_meta(n, t) for n, t in trainer.items()))
+    update = update_of(manifest, bucket_bytes=1 << 30, group=group.spec.name)
+    await ask(receiver, p.Begin(p.pack_update(update)), call)
+    ticket = start(receiver, p.Receive(update.update_id, 0), call)
+    sending = group.broadcast(stage(lay_out(update.buckets[0], WireFormat.PACKED), trainer))
+    await asyncio.sleep(delay)
+    await ask(receiver, p.Abort(group.spec.name), call)
+    before = {name: tensor.clone() for name, tensor in model.items()}
+    assert look(receiver, ticket).done
+    await asyncio.sleep(0.1)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.items())
+    assert receiver.weight_state is not EngineState.CURRENT
+    with pytest.raises(EngineFailed):
+        await ask(receiver, p.End(update.update_id), call)
+    await asyncio.gather(sending, return_exceptions=True)
+    await group.aclose()
+
+
 async def test_a_torn_engine_is_healed_by_a_whole_update_only() -> None:
     trainer, model = a_model(1), a_model(2)
     receiver, call = WeightReceiver(model), a_call()
@@ -233,6 +260,30 @@ async def test_a_source_may_have_two_groups_and_a_closed_one_is_given_up_at_the_
         await ask(receiver, p.Begin(p.pack_update(update)), call)
     await second.aclose()
     await third.aclose()
+
+
+async def test_a_source_that_dies_in_the_middle_of_the_bytes_is_noticed_by_its_member_alone() -> None:
+    with a_dying_source() as source:
+        joining = spawn(lambda: join_group(source.spec, 1, member="engine"), name="join")
+        source.formed()
+        member = joining.result(20)
+        tensors = [torch.zeros(nbytes, dtype=torch.uint8) for nbytes in SENDS]
+
+        def receive_for_ever() -> None:
+            while True:
+                member.broadcast(tensors, 60.0)
+
+        receiving = spawn(receive_for_ever, name="receive")
+        source.send()
+        await asyncio.sleep(0.3)
+        assert not receiving.done()
+        assert any(int(t[0]) for t in tensors), "no byte was under way"
+        source.kill()
+        started = time.monotonic()
+        await wait_done(receiving)
+        assert time.monotonic() - started < 5.0
+        assert isinstance(receiving.exception(), BroadcastFailed)
+        member.close()
 
 
 async def test_seats_in_groups_of_dead_sources_are_given_up_at_the_next_join() -> None:
