@@ -11,6 +11,7 @@ import os
 import socket
 import struct
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -30,6 +31,9 @@ __all__ = [
 Address = tuple[str, int]
 
 _FD_DIR = "/proc/self/fd"
+
+_duplicates: set[int] = set()
+_duplicates_lock = threading.Lock()
 
 
 def listeners() -> dict[int, Address]:
@@ -117,20 +121,38 @@ def _tcp_sockets(among: Iterable[int] | None = None) -> Iterator[tuple[int, sock
     if not sys.platform.startswith("linux"):
         return
     for number in map(int, os.listdir(_FD_DIR)) if among is None else among:
-        try:
-            if not os.readlink(f"{_FD_DIR}/{number}").startswith("socket:"):
-                continue
-            fd = os.dup(number)
-        except OSError:
+        sock = _duplicate(number)
+        if sock is None:
             continue
         try:
-            sock = socket.socket(fileno=fd)
-        except OSError:
-            os.close(fd)
-            continue
-        with sock:
             if sock.type == socket.SOCK_STREAM and sock.family in (socket.AF_INET, socket.AF_INET6):
                 yield number, sock
+        finally:
+            with _duplicates_lock:
+                _duplicates.discard(sock.fileno())
+                sock.close()
+
+
+def _duplicate(number: int) -> socket.socket | None:
+    """A duplicate of file descriptor ``number``; None where that is no socket, or itself the duplicate of a search that
+    runs in another thread: taken for a connection of its own, it would seem lost a moment later."""
+    try:
+        if not os.readlink(f"{_FD_DIR}/{number}").startswith("socket:"):
+            return None
+        with _duplicates_lock:
+            if number in _duplicates:
+                return None
+            fd = os.dup(number)
+            _duplicates.add(fd)
+    except OSError:
+        return None
+    try:
+        return socket.socket(fileno=fd)
+    except OSError:
+        with _duplicates_lock:
+            _duplicates.discard(fd)
+            os.close(fd)
+        return None
 
 
 def _connected(

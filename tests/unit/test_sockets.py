@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
@@ -53,6 +54,27 @@ def test_a_search_among_given_descriptors_looks_at_no_others_and_survives_closed
         closed = os.dup(other.fileno())
         os.close(closed)
         assert sockets.find_connections(lambda *_: True, among={client.fileno(), closed, 0}) == {client.fileno()}
+
+
+def test_searches_in_several_threads_do_not_find_each_others_duplicates() -> None:
+    stop = threading.Event()
+
+    def search() -> None:
+        while not stop.is_set():
+            sockets.find_connections(lambda *_: True)
+
+    with connection() as (client, _):
+        peer = client.getpeername()
+        threads = [threading.Thread(target=search) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        try:
+            for _ in range(300):
+                assert sockets.find_connections(lambda _, there: there == peer) == {client.fileno()}
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
 
 
 def test_a_reused_descriptor_is_checked_by_its_address_again() -> None:
