@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from async_wsync.compat.miles import update_bucket
 from async_wsync.errors import EngineDied, EngineFailed, EngineTimeout
+from async_wsync.lock import BroadcastLock
 from async_wsync.runtime.update_group import Rendezvous, UpdateGroup
 from async_wsync.types import Timeouts
 from tests.conftest import RayCluster
@@ -455,3 +456,19 @@ async def test_no_lock_is_fine_for_a_lone_source(engines: list[Any], world: dist
     tensors = some_tensors()
     await update_bucket("g", world, 1, engines, tensors, selector="all", lock=None, pbar=None)
     assert tensors == []
+
+
+async def test_a_lock_of_ours_is_taken_and_given_back(
+    engines: list[Any], world: dist.ProcessGroup, ray_cluster: RayCluster
+) -> None:
+    ours = BroadcastLock.create(name=f"miles-{uuid.uuid4().hex[:8]}")
+    tensors = some_tensors()
+    await update_bucket("g", world, 1, engines, tensors, selector="all", lock=ours, pbar=None)
+    assert tensors == []
+    assert (await ours.status())["held"] is False
+
+    await ray_value(engines[0].set_plan.remote(raise_at_exit=KeyError("model.norm")))
+    with pytest.raises(EngineFailed, match="KeyError"):
+        await update_bucket("g", world, 2, engines, some_tensors(), selector="all", lock=ours, pbar=None)
+    assert (await ours.status())["held"] is False
+    await ours.shutdown()

@@ -13,12 +13,15 @@ import torch
 from safetensors.torch import save_file
 
 from async_wsync.broadcaster import WeightBroadcaster
+from async_wsync.core.checksum import model_digests
 from async_wsync.engines.slime_miles import SGLangActor
+from async_wsync.engines.torch_engine import TorchEngine
 from async_wsync.errors import EngineDied, EngineFailed, EngineRejected, UpdateFailed
-from async_wsync.sources import StateDictSource
+from async_wsync.sources import ModuleSource, StateDictSource
 from async_wsync.types import Call, EngineState, PauseMode, WireFormat
 from tests.conftest import RayCluster
 from tests.engines.test_sglang_http import update_of
+from tests.ray.actors import SyncEngine, a_model
 from tests.ray.miles_actors import ray_value
 from tests.ray.sglang_actors import MilesServer, SlimeServer
 
@@ -94,6 +97,21 @@ async def test_both_dialects_take_one_update(miles: Any, slime: Any) -> None:
     assert all(body["flush_cache"] is False and body["weight_version"] is None for _, body in new["seen"])
     versions = [body["weight_version"] for _, body in old["seen"]]
     assert [v for v in versions if v is not None] == ["3", "4"], "only the last bucket of each update carries it"
+
+
+async def test_sglang_and_torch_engines_take_one_update_each_in_its_own_wire_format(miles: Any) -> None:
+    model = a_model(seed=1)
+    ray_engine = SyncEngine.remote(seed=2)
+    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    await ray_value(miles.forget.remote({name: torch.zeros_like(tensor) for name, tensor in state.items()}))
+    try:
+        async with broadcaster(SGLangActor(miles, name="miles"), TorchEngine(ray_engine, name="torch")) as sender:
+            report = await sender.update_weights(ModuleSource(model), version=3, verify="source")
+        assert {o.state for o in report.engines.values()} == {EngineState.CURRENT}
+        assert holds(await ray_value(miles.look.remote()), state)
+        assert await ray_value(ray_engine.digests.remote()) == model_digests(state.items())
+    finally:
+        ray.kill(ray_engine)
 
 
 async def test_a_pause_that_an_old_actor_cannot_do_is_refused(slime: Any) -> None:
