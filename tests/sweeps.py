@@ -58,7 +58,13 @@ class Figures:
 
 @asynccontextmanager
 async def measured_gaps(figures: Figures) -> AsyncIterator[LoopGapMeter]:
-    """Meters this loop and, beside it, the loop of a process that does nothing: the machine's own share."""
+    """Meters this loop and, beside it, the loop of a process that does nothing: the machine's own share.
+
+    What torch and Ray have allocated by now is kept out of Python's garbage collections: one full collection of it
+    was measured to take 0.25 s, whoever causes it.
+    """
+    gc.collect()
+    gc.freeze()
     control = await asyncio.create_subprocess_exec(
         sys.executable, "-c", CONTROL, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
     )
@@ -72,6 +78,7 @@ async def measured_gaps(figures: Figures) -> AsyncIterator[LoopGapMeter]:
         control.stdin.write(b"\n")
         figures.control_gap = float(await control.stdout.readline())
     finally:
+        gc.unfreeze()
         control.stdin.close()
         await control.wait()
 
@@ -129,6 +136,10 @@ async def _agree(rig: Rig, broadcaster: WeightBroadcaster, names: Iterable[str],
     """The engines are current or torn, never unknown, and see it as the broadcaster does."""
     for name in names:
         believed, (state, version) = broadcaster.engine_states[name], await rig.state(name)
+        if believed is EngineState.TORN and state == "current":
+            # A bucket was announced, of which no byte has reached it.
+            figures.check(not await rig.serves(name), f"{where}: {name} is believed torn, and serves")
+            continue
         figures.check(state == believed.value, f"{where}: {name} is {state}, the broadcaster believes {believed}")
         figures.check(state in ("current", "torn"), f"{where}: {name} is {state}")
         figures.check(
@@ -228,11 +239,11 @@ async def _check_survivors(
         if name == victim:
             continue
         state, version = await rig.state(name)
-        serves = await rig.serves(name)
-        whole = state == "current" and version in versions and serves
-        figures.check(whole or (state == "torn" and not serves), f"{where}: {name} {state} {version} serves={serves}")
-        believed = broadcaster.engine_states[name]
-        figures.check(believed.value == state, f"{where}: {name} is {state}, the broadcaster believes {believed}")
+        serves, believed = await rig.serves(name), broadcaster.engine_states[name]
+        # Where a bucket was announced we must believe the engine torn, though no byte may have reached it.
+        whole = state == "current" and version in versions and serves is (believed is not EngineState.TORN)
+        torn = state == "torn" and not serves and believed is EngineState.TORN
+        figures.check(whole or torn, f"{where}: {name} {state} {version} serves={serves}, believed {believed}")
 
 
 async def _bring_back(rig: Rig, broadcaster: WeightBroadcaster, victim: str, killing: bool) -> None:

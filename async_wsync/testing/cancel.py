@@ -142,18 +142,17 @@ class _Factory:
     def _make(self, loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> Any:
         assert self._mine is not None
         if self._mine.get() and asyncio.iscoroutine(coro):
-            coro = _step(coro, self._counter)
+            coro = _Stepped(coro, self._counter)
         if self._before is not None:
             return self._before(loop, coro, **options)
         return asyncio.Task(coro, loop=loop, **options)
 
 
-async def _step(coro: Coroutine[Any, Any, Any], counter: _Counter) -> Any:
-    return await _Stepped(coro, counter)
+class _Stepped(Coroutine[Any, Any, Any]):
+    """A coroutine that tells the counter of each suspension. Hands everything through in both directions.
 
-
-class _Stepped:
-    """Awaits a coroutine, telling the counter of each suspension. Hands everything through in both directions."""
+    A task can run it as it is: one that is cancelled before its first step so still reaches the coroutine itself.
+    """
 
     def __init__(self, coro: Coroutine[Any, Any, Any], counter: _Counter) -> None:
         self._coro = coro
