@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 import uuid
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
@@ -31,6 +31,7 @@ from async_wsync.core.buckets import Landing, lay_out, torch_dtype
 from async_wsync.engines import vllm_wire as wire
 from async_wsync.engines.ledger import Part, Session, WeightLedger
 from async_wsync.engines.seat import GroupSeat
+from async_wsync.engines.vllm_seats import Outcomes, Seats
 from async_wsync.errors import EngineFailed, StaleFence
 from async_wsync.types import BucketSpec, Call, EngineState, Manifest, ParamMeta, UpdateSpec, WireFormat
 
@@ -38,8 +39,6 @@ __all__ = ["Loader", "VLLMReceiver"]
 
 logger = logging.getLogger("async_wsync.vllm")
 
-_OUTCOMES_KEPT = 256
-_MAX_SEATS = 16  # trainers that died leave theirs behind
 _LONG = frozenset({"join", "receive", "leave", "abort"})
 
 
@@ -76,13 +75,12 @@ class VLLMReceiver:
         self._loader = loader
         self._rank = rank
         self._num_ranks = num_ranks
-        self._name = name
         self._changed = threading.Condition()
         self._ledger = WeightLedger()
-        self._seats: dict[str, GroupSeat] = {}
+        self._seats = Seats(self._changed, rank=rank, name=name)
         self._fence = 0
         self._landed: deque[tuple[str, Session, Part, BucketSpec, dict[str, torch.Tensor]]] = deque()
-        self._outcomes: OrderedDict[str, dict[str, Any] | None] = OrderedDict()
+        self._outcomes = Outcomes(self._changed)
         self._checked: _Checked | None = None
         self._open = False  # between vLLM's own start and finish
         self._loading = False  # between the loader's open and close
@@ -124,7 +122,7 @@ class VLLMReceiver:
                 return self._follow(ticket or "", value)
             reply = {"value": value}
         if request["verb"] in _LONG and ticket:
-            self._settle(ticket, reply)
+            self._outcomes.settle(ticket, reply)
         return self._reply(**reply)
 
     def _reply(self, **fields: Any) -> dict[str, Any]:
@@ -133,26 +131,17 @@ class VLLMReceiver:
         return wire.Reply(state=state, incarnation=self.incarnation, **fields).to_dict()
 
     def _follow(self, ticket: str, future: Future[Any]) -> dict[str, Any]:
-        with self._changed:
-            self._outcomes.setdefault(ticket, None)
+        self._outcomes.open(ticket)
 
         def over(done: Future[Any]) -> None:
             error = done.exception()
             if error is not None:
-                self._settle(ticket, {"failure": wire.failure_of(error)})
+                self._outcomes.settle(ticket, {"failure": wire.failure_of(error)})
             elif done.result() is not _LOADS_LATER:
-                self._settle(ticket, {"value": None})
+                self._outcomes.settle(ticket, {"value": None})
 
         future.add_done_callback(over)
         return self._poll(ticket, 0.0)
-
-    def _settle(self, ticket: str, outcome: dict[str, Any]) -> None:
-        with self._changed:
-            self._outcomes[ticket] = outcome
-            self._outcomes.move_to_end(ticket)
-            while len(self._outcomes) > _OUTCOMES_KEPT:
-                self._outcomes.popitem(last=False)
-            self._changed.notify_all()
 
     def _poll(self, ticket: str, wait: float) -> dict[str, Any]:
         """What became of a request; puts what has landed into the model meanwhile. Waits at most ``wait`` seconds."""
@@ -185,7 +174,7 @@ class VLLMReceiver:
                     fence=call.fence,
                     seen=self._fence,
                 )
-            stale = [s for s in self._seats.values() if s.fence < call.fence and s.busy]
+            stale = self._seats.busy(below=call.fence)
             self._fence = call.fence
         for old in stale:
             old.abort()
@@ -239,33 +228,13 @@ class VLLMReceiver:
 
     # ------------------------------------------------------------------------ groups
 
-    def _join(self, call: Call, request: Mapping[str, Any]) -> Future[Any]:
+    def _join(self, call: Call, request: Mapping[str, Any]) -> Future[None]:
         spec = wire.decode_group(request["group"])
-        rank = request["rank_offset"] + self._rank
-        if not 1 <= rank < spec.world_size:
-            raise EngineFailed(f"rank {rank} of worker {self._rank} is not in a group of {spec.world_size}")
-        if spec.name in self._seats:
-            raise EngineFailed(f"group {spec.name} was joined already")
-        over = [s for s in self._seats.values() if s.deserted or (s.source == call.source and spec.backend == "nccl")]
-        idle = [s for s in self._seats.values() if s not in over and not s.busy]
-        for old in [*over, *idle[: max(0, len(self._seats) - _MAX_SEATS)]]:
-            self._dismiss(old)
-        member = f"{self._name} rank {self._rank}"
-        seat = GroupSeat(spec, rank, source=call.source, fence=call.fence, member=member)
-        with self._changed:
-            self._seats[spec.name] = seat
-        return seat.join()
-
-    def _dismiss(self, seat: GroupSeat) -> Future[None]:
-        with self._changed:
-            self._seats.pop(seat.spec.name, None)
-        if seat.busy:
-            seat.abort()
-        return seat.close()
+        return self._seats.join(call, spec, rank_offset=request["rank_offset"])
 
     def _leave(self, call: Call, request: Mapping[str, Any]) -> Future[None] | None:
         seat = self._seats.get(request["group"])
-        return None if seat is None else self._dismiss(seat)
+        return None if seat is None else self._seats.dismiss(seat)
 
     def _abort(self, call: Call, request: Mapping[str, Any]) -> Future[None] | None:
         seat = self._seats.get(request["group"])
@@ -388,9 +357,9 @@ class VLLMReceiver:
                 self._load(session, part, bucket, targets)
             except Exception as error:
                 self._fail(session, self._seats.get(part.update.group))
-                self._settle(ticket, {"failure": wire.failure_of(error)})
+                self._outcomes.settle(ticket, {"failure": wire.failure_of(error)})
             else:
-                self._settle(ticket, {"value": None})
+                self._outcomes.settle(ticket, {"value": None})
 
     def _load(self, session: Session, part: Part, bucket: BucketSpec, targets: dict[str, torch.Tensor]) -> None:
         named = list(targets.items())
@@ -418,7 +387,7 @@ class VLLMReceiver:
 
     def _reset(self, call: Call, request: Mapping[str, Any]) -> dict[str, bool]:
         self._break_off()
-        for seat in [s for s in self._seats.values() if s.busy]:
+        for seat in self._seats.busy():
             seat.abort()
         self._closing = None
         return {"finish": self._open}
@@ -434,7 +403,7 @@ class VLLMReceiver:
     def _session_seats(self) -> list[GroupSeat]:
         session = self._ledger.session
         groups = set() if session is None or session.ended else {p.update.group for p in session.parts.values()}
-        return [seat for name, seat in self._seats.items() if name in groups]
+        return self._seats.of(groups)
 
     def _notice_desertion(self) -> None:
         """A source that died between two buckets leaves an open update that nobody will end."""
@@ -447,10 +416,7 @@ class VLLMReceiver:
 
     def close(self) -> None:
         """Leave all groups; the worker goes."""
-        for seat in list(self._seats.values()):
-            seat.abort()
-            seat.close()
-        self._seats.clear()
+        self._seats.close()
 
 
 class _LoadsLater:
