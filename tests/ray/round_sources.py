@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from typing import Any
 
 import ray
 import torch
-from torch import nn
 
-from async_wsync import StateDictSource, TorchEngine, WeightBroadcaster
+from async_wsync import StateDictSource, TorchEngine, UpdateReport, WeightBroadcaster
 from async_wsync.errors import WeightSyncError
 from async_wsync.rounds import UpdateRound
-from async_wsync.types import Timeouts, UpdateEvent
-
-LAYERS, WIDTH = 6, 128
-LIMITS = Timeouts(
-    connect=10, lock=20, pause=4, flush=4, begin=4, bucket=4, idle=5, end=4, resume=4, drain=2, close=2, total=40
-)
-
-
-def layers(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+from async_wsync.types import UpdateEvent
+from tests.fleet_rig import BUCKET_BYTES, LIMITS, layers, resources
 
 
 def part_of(seed: int, index: int, num_sources: int) -> dict[str, torch.Tensor]:
@@ -40,6 +31,7 @@ class Source:
         self.round = round_
         self.kill_at: int | None = None
         self.events: list[str] = []
+        self.running: asyncio.Task[UpdateReport] | None = None
         self.broadcaster: WeightBroadcaster
 
     def _on_event(self, event: UpdateEvent) -> None:
@@ -53,12 +45,23 @@ class Source:
             lock=self.lock,
             timeouts=LIMITS,
             progress=False,
-            bucket_bytes=128 * 1024,
+            bucket_bytes=BUCKET_BYTES,
             name=f"source-{self.index}",
             on_event=self._on_event,
             **options,
         )
         await self.broadcaster.connect()
+
+    async def replace(self, name: str, engine: Any) -> None:
+        await self.broadcaster.replace_engine(name, TorchEngine(engine, name=name))
+
+    async def cancel(self) -> bool:
+        """Cancel the update under way; False where there is none."""
+        update, self.running = self.running, None
+        return update is not None and update.cancel()
+
+    async def resources(self) -> dict[str, int]:
+        return {**resources(), "tasks": len(asyncio.all_tasks())}
 
     async def close(self) -> None:
         await self.broadcaster.aclose()
@@ -74,6 +77,7 @@ class Source:
             await self.broadcaster.update_weights(StateDictSource(part), version=version, round=self.round, verify=None)
         except WeightSyncError as error:
             outcome = {"error": str(error), "error_kind": type(error).__name__}
+        self.running = None
         states = {name: str(state) for name, state in self.broadcaster.engine_states.items()}
         return {**outcome, "states": states, "events": self.events, "version": self.broadcaster.version}
 

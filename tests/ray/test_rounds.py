@@ -17,7 +17,8 @@ from async_wsync.core.checksum import model_digests
 from async_wsync.rounds import UpdateRound
 from async_wsync.testing import Fault, start_engine
 from tests.conftest import RayCluster
-from tests.ray.round_sources import SourceActor, layers
+from tests.fleet_rig import layers
+from tests.ray.round_sources import SourceActor
 
 
 @dataclass
