@@ -40,8 +40,8 @@ class RoundServer:
         self._obituaries = Obituaries()
         self._manifests: dict[str, dict[str, bytes]] = {}
 
-    def watch(self, card: ClientCard, refs: list[Any], beacon: Any = None) -> str:
-        return self._obituaries.watch(card, refs[0] if refs else None, beacon)
+    def watch(self, card: ClientCard, refs: list[Any], beacon: Any = None) -> None:
+        self._obituaries.watch(card, refs[0] if refs else None, beacon)
 
     def join(self, source: str, client: str, version: int, engines: tuple[str, ...], manifest: bytes) -> View:
         view = self._state.join(source, client, version=version, engines=engines, now=self._now())

@@ -112,10 +112,11 @@ class Update:
         if self.interrupt.reason is not None:
             raise self.interrupt.reason
         try:
-            async with asyncio.timeout_at(self._over_by) as self._early:
+            async with asyncio.timeout_at(self._over_by) as early:
+                self._early = early
                 yield
         except TimeoutError as error:
-            if not self._early.expired() or isinstance(error, WeightSyncError):
+            if not early.expired() or isinstance(error, WeightSyncError):
                 raise
             raise self.interrupt.reason or self._out_of_time() from error
         finally:

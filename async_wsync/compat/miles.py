@@ -117,7 +117,7 @@ class _Bucket:
             # A broadcast that can't be set up is the caller's to know as it is; later errors explain each other.
             error = first if self.setting_up else None
             await self._wind_up(sending)
-            raise self._with_outcomes(error or self._verdict(first))  # noqa: B904: it keeps the cause it came with
+            raise self._with_outcomes(error or self._verdict(first))  # noqa: B904 - it keeps the cause it came with
         finally:
             worker.close()
 

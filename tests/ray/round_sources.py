@@ -55,6 +55,9 @@ class Source:
     async def replace(self, name: str, engine: Any) -> None:
         await self.broadcaster.replace_engine(name, TorchEngine(engine, name=name))
 
+    async def pid(self) -> int:
+        return os.getpid()
+
     async def cancel(self) -> bool:
         """Cancel the update under way; False where there is none."""
         update, self.running = self.running, None
