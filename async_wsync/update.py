@@ -109,8 +109,8 @@ class Update:
     @asynccontextmanager
     async def _within_total(self) -> AsyncIterator[None]:
         """For the waits before anything was touched, which do not race against the interrupt themselves."""
-        if self.interrupt.reason is not None:
-            raise self.interrupt.reason
+        if (reason := self.interrupt.reason) is not None:
+            raise reason
         try:
             async with asyncio.timeout_at(self._over_by) as early:
                 self._early = early
