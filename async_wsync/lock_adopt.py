@@ -15,7 +15,7 @@ import math
 import time
 from typing import Any
 
-from async_wsync.core.lock_state import Granted, Released, Waiting, Who, Withdrawn
+from async_wsync.core.lock_state import Granted, Released, Waiting, Who
 from async_wsync.lock_server import LockServer
 
 __all__ = ["AdoptedLockServer", "adopt"]
@@ -31,12 +31,10 @@ class AdoptedLockServer(LockServer):
         self._ticket = next(self._tickets)
         self._granted: str | None = None
 
-    def acquire(  # type: ignore[override]
-        self, claim: str | None = None, who: Who | None = None, ttl: float | None = None, fence_seen: int = 0
-    ) -> bool | tuple[Granted | Waiting | Withdrawn, bool]:
+    def acquire(self, poll: list[Any] | None = None) -> Any:
         """Without arguments: the old callers' poll, True if granted. Otherwise as `LockServer.acquire`."""
-        if claim is not None and who is not None:
-            return super().acquire(claim, who, ttl, fence_seen)
+        if poll is not None:
+            return super().acquire(poll)
         reply = self._state.acquire(
             self._ticket,
             now=self._bury(),

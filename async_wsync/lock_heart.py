@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 
 from async_wsync.core.lock_claim import ClaimView
+from async_wsync.core.lock_state import LeaseOver, Renewed
+from async_wsync.core.lock_wire import unpack
 from async_wsync.errors import LockError
 from async_wsync.lock_link import LockLink
 from async_wsync.runtime.object_refs import RemoteDied
@@ -87,7 +89,7 @@ class Heart:
         while not view.lapsed(sent := time.monotonic()):
             limit = min(view.lease_end - sent, view.ttl / 3)
             try:
-                reply, known = await self._link.ask(
+                *packed, known = await self._link.ask(
                     "heartbeat", view.claim, self._link.client, self.stage, view.fence, timeout=limit
                 )
             except LockError as error:
@@ -98,5 +100,7 @@ class Heart:
                 continue
             if not known:
                 self._link.register()
+            reply = unpack(packed)
+            assert isinstance(reply, Renewed | LeaseOver)
             return view.on_beat(reply, sent=sent, now=time.monotonic())
         return f"lease lapsed: {trouble}"

@@ -18,7 +18,8 @@ from types import TracebackType
 from typing import Any
 
 from async_wsync.core.lock_claim import Again, ClaimView, Held, Retry
-from async_wsync.core.lock_state import Released
+from async_wsync.core.lock_state import Granted, Released, Waiting, Withdrawn
+from async_wsync.core.lock_wire import pack_poll, unpack
 from async_wsync.errors import AcquireTimeout, LeaseLost, LockError, SelfDeadlock
 from async_wsync.lock_heart import Heart
 from async_wsync.lock_link import LockLink
@@ -36,6 +37,8 @@ STATUS_TIMEOUT = 1.0
 LAST_POLL = 0.5
 #: A lock that never answered a poll is not waited for long when the wait is given up; it gets the message anyway.
 UNHEARD_TIMEOUT = 1.0
+#: Nor is one that a lost lease no longer needs.
+LOST_TIMEOUT = 0.3
 
 
 class Holdings:
@@ -183,20 +186,16 @@ class Hold:
         sent = time.monotonic()
         self._polled = True
         try:
-            reply, known = await self._link.ask(
-                "acquire",
-                view.claim,
-                self._link.who(self.label),
-                self._ttl,
-                _fences_seen.get(self._key, 0),
-                timeout=min(limit, POLL_TIMEOUT),
-            )
+            poll = pack_poll(view.claim, self._link.who(self.label), self._ttl, _fences_seen.get(self._key, 0))
+            *packed, known = await self._link.ask("acquire", poll, timeout=min(limit, POLL_TIMEOUT))
         except (TimeoutError, RemoteDied) as error:
             logger.debug("lock %r: no answer to a poll: %s", self._link.name, error)
             return Retry(view.on_trouble(random.random()))
         self._heard = True
         if not known:
             self._link.register()
+        reply = unpack(packed)
+        assert isinstance(reply, Granted | Waiting | Withdrawn)
         step = view.on_poll(reply, sent=sent, now=time.monotonic(), draw=random.random())
         if isinstance(step, Retry):
             self._last_waiting = reply
@@ -271,7 +270,11 @@ class Hold:
         """Wait until the server has answered a release, sending it again where it may be lost. Returns what was odd."""
         if self._heart is not None:
             await self._heart.stopped()
-        limit = self._release_timeout if self._heard else min(UNHEARD_TIMEOUT, self._release_timeout)
+        limit = self._release_timeout
+        if self._lost is not None:
+            limit = min(LOST_TIMEOUT, limit)
+        elif not self._heard:
+            limit = min(UNHEARD_TIMEOUT, limit)
         deadline = time.monotonic() + limit
         while True:
             left = deadline - time.monotonic()

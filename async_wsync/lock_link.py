@@ -32,9 +32,7 @@ class _Identity:
 class LockLink:
     """Looks the actor up at first use, off the loop, and registers this process for the server's obituaries."""
 
-    def __init__(
-        self, *, name: str, namespace: str | None, handle: Any, beacon: bool, what: str = "lock"
-    ) -> None:
+    def __init__(self, *, name: str, namespace: str | None, handle: Any, beacon: bool, what: str = "lock") -> None:
         self.name = name
         self.what = what
         self.namespace = namespace

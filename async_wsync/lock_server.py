@@ -12,7 +12,8 @@ import time
 import warnings
 from typing import Any
 
-from async_wsync.core.lock_state import Granted, LeaseOver, LockState, Released, Renewed, Waiting, Who, Withdrawn
+from async_wsync.core.lock_state import LockState, Released
+from async_wsync.core.lock_wire import pack, unpack_poll
 from async_wsync.lock_watch import ClientCard, Obituaries
 
 __all__ = ["LockServer"]
@@ -39,21 +40,21 @@ class LockServer:
         )
         self._obituaries = Obituaries(pidfds=pidfds, memory=2 * ttl + 60.0)
 
-    def acquire(
-        self, claim: str, who: Who, ttl: float | None, fence_seen: int
-    ) -> tuple[Granted | Waiting | Withdrawn, bool]:
-        """One poll, and whether the client is watched; one that is not should call `watch`."""
+    def acquire(self, poll: list[Any]) -> list[Any]:
+        """One packed poll; answers with the packed reply, and whether the client is watched (else it calls `watch`)."""
+        claim, who, ttl, fence_seen = unpack_poll(poll)
         now = self._bury()
         self._obituaries.heard(who.client)
         reply = self._state.acquire(
             claim, now=now, wall_ms=time.time_ns() // 1_000_000, who=who, ttl=ttl, fence_seen=fence_seen
         )
-        return reply, self._obituaries.knows(who.client)
+        return [*pack(reply), self._obituaries.knows(who.client)]
 
-    def heartbeat(self, claim: str, client: str, stage: str | None, fence: int) -> tuple[Renewed | LeaseOver, bool]:
+    def heartbeat(self, claim: str, client: str, stage: str | None, fence: int) -> list[Any]:
         now = self._bury()
         self._obituaries.heard(client)
-        return self._state.heartbeat(claim, now=now, stage=stage, fence=fence), self._obituaries.knows(client)
+        reply = self._state.heartbeat(claim, now=now, stage=stage, fence=fence)
+        return [*pack(reply), self._obituaries.knows(client)]
 
     def release(self, claim: str) -> Released:
         return self._state.release(claim, now=self._bury())

@@ -77,6 +77,7 @@ def two_nodes() -> Iterator[tuple[str, str]]:
             start_node(
                 prefix + "1",
                 "--head",
+                f"--temp-dir={folder}",
                 "--include-dashboard=false",
                 "--port=6379",
                 f"--node-ip-address={NETWORK}.1",

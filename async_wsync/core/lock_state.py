@@ -20,9 +20,12 @@ __all__ = ["Granted", "LeaseOver", "LockState", "Released", "Renewed", "Waiting"
 
 BASE_DELAY = 0.005
 CAP_DELAY = 0.25
-#: The first waiter polls no more often than 20 times within the time the lock has been held, and at least every:
-PATIENCE_CAP = 0.05
+#: The first waiter, once the holder is due to release, polls at least so far apart, or 20 times in a hold, up to:
+FIRST_DELAY = 0.003
 PATIENCE = 1 / 20
+PATIENCE_CAP = 0.05
+#: The weight of the newest hold in the length that is expected of the next.
+NEWEST = 0.3
 #: Tombstones outlive any message that is still on its way.
 STONE_SECONDS = 600.0
 MAX_STONES = 20_000
@@ -125,6 +128,7 @@ class LockState:
     num_grants: int = 0
     transitions: deque[tuple[float, str, str, str, int]] = field(default_factory=lambda: deque(maxlen=32))
     last_now: float = 0.0
+    typical_hold: float = 0.0
 
     # ------------------------------------------------------------------------------ the four verbs
 
@@ -177,6 +181,7 @@ class LockState:
         """Give a claim back: free the lock if it holds, leave the queue if it waits, and never be granted later."""
         self._tick(now)
         if self.holder is not None and self.holder.claim == claim:
+            self.typical_hold += NEWEST * (now - self.holder.since - self.typical_hold)
             self._end("released", now)
             return Released.RELEASED
         if claim in self.stones:
@@ -298,15 +303,22 @@ class LockState:
 
     def _waiting(self, claim: str, now: float) -> Waiting:
         position = list(self.waiters).index(claim)
-        quarantine_left = max(0.0, self.quarantine_until - now)
-        held_for = now - self.holder.since if self.holder is not None else quarantine_left * 4
-        step = max(BASE_DELAY, min(PATIENCE_CAP, PATIENCE * held_for))
         return Waiting(
             position=position,
-            retry_after=min(CAP_DELAY, step * (1 + position)),
+            retry_after=min(CAP_DELAY, self._delay(position, now)),
             holder=self._describe_holder(now),
-            quarantine_left=quarantine_left,
+            quarantine_left=max(0.0, self.quarantine_until - now),
         )
+
+    def _delay(self, position: int, now: float) -> float:
+        """Seconds to the next poll. Polls in vain cost everybody, so that only who is due soon polls often."""
+        if now < self.quarantine_until:
+            return max(BASE_DELAY, (self.quarantine_until - now) / 4) * (1 + position)
+        held_for = now - self.holder.since if self.holder is not None else 0.0
+        left = max(0.0, self.typical_hold - held_for)
+        if position == 0:
+            return max(FIRST_DELAY, min(PATIENCE_CAP, left / 2 if left > FIRST_DELAY else PATIENCE * held_for))
+        return max(BASE_DELAY * (1 + position), (left + position * self.typical_hold) / 2)
 
     def _describe_holder(self, now: float) -> dict[str, Any] | None:
         if (holder := self.holder) is None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
+import subprocess
 import sys
 import uuid
 from typing import Any
@@ -18,21 +20,12 @@ from tests.conftest import ROOT
 
 
 async def command(ray_cluster: Any, *arguments: str) -> tuple[int, str, str]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "async_wsync",
-        "lock",
-        *arguments,
-        "--address",
-        ray_cluster.address,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
+    words = [sys.executable, "-m", "async_wsync", "lock", *arguments, "--address", ray_cluster.address]
+    run = functools.partial(
+        subprocess.run, words, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
-    out, err = await process.communicate()
-    assert process.returncode is not None
-    return process.returncode, out.decode(), err.decode()
+    done = await asyncio.get_running_loop().run_in_executor(None, run)
+    return done.returncode, done.stdout, done.stderr
 
 
 async def test_a_terminal_shows_and_breaks_a_held_lock(ray_cluster: Any) -> None:

@@ -79,7 +79,7 @@ class Checks:
         if arrival is None:
             if not isinstance(reply, Granted) or claim not in self._granted:
                 self._count += 1
-                arrival = self._arrivals[claim] = _Arrival(self._count, now, client.name)
+                arrival = self._arrivals[claim] = _Arrival(self._count, now, claim.partition("#")[0])
         else:
             arrival.sure &= self._gap(arrival) < MAYBE_SILENT
             arrival.last_poll = now

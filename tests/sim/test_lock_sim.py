@@ -49,9 +49,10 @@ def test_a_broken_rule_is_caught(variant: str) -> None:
 
 
 def test_a_seed_replays_exactly(capsys: pytest.CaptureFixture[str]) -> None:
+    seed = next(seed for seed in range(2000) if run_seed(seed, "no quarantine"))
     traces = []
     for _ in range(2):
-        run_seed(69, "no quarantine", trace=True)
+        run_seed(seed, "no quarantine", trace=True)
         traces.append(capsys.readouterr().out)
     assert traces[0] == traces[1]
     assert "VIOLATION" in traces[0]

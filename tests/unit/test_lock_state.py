@@ -207,13 +207,28 @@ def test_tombstones_are_forgotten_in_the_end(lock: Driver) -> None:
 
 def test_the_first_waiter_polls_fast_behind_a_short_hold_and_calmly_behind_a_long_one(lock: Driver) -> None:
     lock.poll("a")
-    assert lock.poll("b").retry_after == 0.005
+    assert lock.poll("b").retry_after == 0.003
     lock.now += 0.5
     assert lock.poll("b").retry_after == pytest.approx(0.025)
     lock.now += 100
-    lock.beat("a")
     lock.poll("c")
     assert lock.poll("c").retry_after <= 0.25
+
+
+def test_waiters_poll_most_when_their_turn_is_near(lock: Driver) -> None:
+    for n in range(30):  # holds of 0.2 s
+        lock.poll(f"hold {n}")
+        lock.now += 0.2
+        lock.release(f"hold {n}")
+    lock.poll("a")
+    near, far = lock.poll("b").retry_after, lock.poll("c").retry_after
+    assert near == pytest.approx(0.05)
+    assert far == pytest.approx(0.2, rel=0.01)
+    lock.now += 0.19
+    assert lock.poll("b").retry_after < 0.01
+    lock.release("a")
+    lock.now += 0.001
+    assert isinstance(lock.poll("b"), Granted)
 
 
 # ------------------------------------------------------------------------------------ the client's half
