@@ -261,7 +261,7 @@ class WeightBroadcaster:
                 strict=strict,
                 allow_empty=allow_empty,
                 verify=verify,
-                pause_mode=self._settings.pause_mode if pause_mode is None else _pause_mode(pause_mode),
+                pause_mode=self._pause_mode_of_all(pause_mode),
                 atomic_groups=atomic_groups,
                 round=round,
             )
@@ -299,6 +299,16 @@ class WeightBroadcaster:
             raise ValueError(f"{self.name} is closed: connect() it again, or make a new broadcaster")
         if self._version is not None and version <= self._version:
             raise ValueError(f"version must increase: {version} after {self._version}")
+
+    def _pause_mode_of_all(self, wanted: PauseMode | str | None) -> PauseMode:
+        """The mode to use; ValueError where an engine says (by ``pause_modes``) that it has no such mode."""
+        mode = self._settings.pause_mode if wanted is None else _pause_mode(wanted)
+        for engine in self._fleet.engines:
+            modes = getattr(engine, "pause_modes", None)
+            if modes is not None and mode not in modes:
+                has = ", ".join(m.value for m in PauseMode if m in modes)
+                raise ValueError(f"{engine.name} has no pause mode {mode.value!r}: choose pause_mode= among {has}")
+        return mode
 
     # -------------------------------------------------------------------------------- fleet
 

@@ -365,6 +365,16 @@ async def test_draining_is_refused_with_advice(small: SmallSGLang, adapt: Adapt)
     assert small.paths() == []
 
 
+async def test_a_broadcaster_refuses_a_mode_that_an_engine_lacks_before_anything(
+    small: SmallSGLang, adapt: Adapt
+) -> None:
+    async with sending(adapt()) as sender:
+        before = small.paths()
+        with pytest.raises(ValueError, match=r"no pause mode 'drain'.*abort, recompute, keep"):
+            await sender.update_weights(StateDictSource(tensors(2)), version=5, pause_mode="drain")
+        assert small.paths() == before
+
+
 async def test_a_refused_flush_may_be_tried_again(small: SmallSGLang, adapt: Adapt) -> None:
     small.quirks["/flush_cache"] = [(400, "Flush cache failed.\n")]
     engine = adapt()
