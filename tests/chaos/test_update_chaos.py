@@ -6,8 +6,7 @@ import asyncio
 import os
 import signal
 import time
-import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +46,6 @@ def table(request: pytest.FixtureRequest) -> Iterator[None]:
     reporter = request.config.pluginmanager.get_plugin("terminalreporter")
     for line in lines:
         reporter.write_line(line)
-
-
-@pytest.fixture
-async def lock(ray_cluster: RayCluster) -> AsyncIterator[BroadcastLock]:
-    lock = BroadcastLock.create(name=f"lock-{uuid.uuid4().hex[:6]}", namespace=ray_cluster.namespace)
-    yield lock
-    await lock.shutdown()
 
 
 def judge(figures: Figures) -> None:

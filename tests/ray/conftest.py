@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import uuid
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import ray
 
+from async_wsync import BroadcastLock
 from tests.conftest import RayCluster
 from tests.ray.fleet import NAMES, Rig
 
@@ -26,3 +28,11 @@ async def rig(_rig: Rig) -> Rig:
     """Three engines named e0, e1, e2, alive and without a script."""
     await _rig.ready()
     return _rig
+
+
+@pytest.fixture
+async def lock(ray_cluster: RayCluster) -> AsyncIterator[BroadcastLock]:
+    """A lock of the test's own."""
+    lock = BroadcastLock.create(name=f"lock-{uuid.uuid4().hex[:6]}", namespace=ray_cluster.namespace)
+    yield lock
+    await lock.shutdown()

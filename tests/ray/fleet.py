@@ -6,8 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +14,15 @@ import ray
 import torch
 from torch import nn
 
-from async_wsync import ModuleSource, Timeouts, TorchEngine, UpdateFailed, WeightBroadcaster
+from async_wsync import (
+    BroadcastLock,
+    EngineState,
+    ModuleSource,
+    Timeouts,
+    TorchEngine,
+    UpdateFailed,
+    WeightBroadcaster,
+)
 from async_wsync.core.checksum import model_digests
 from async_wsync.runtime.object_refs import await_ref
 from async_wsync.testing import Fault, start_engine
@@ -30,6 +37,9 @@ BUCKET_BYTES = 4 * SIZE * (SIZE + 1)  # one layer each
 LIMITS = Timeouts(
     connect=60, lock=60, pause=40, flush=40, begin=40, bucket=40, idle=40, end=40, resume=40, drain=30, close=10
 )
+
+#: "At once", on a machine that may be busy with something else. The chaos run measures against 1 s.
+SOON = 6.0
 
 
 def a_model(seed: int = 0) -> nn.Module:
@@ -185,9 +195,35 @@ def update_tasks() -> list[str]:
     return [t.get_name() for t in asyncio.all_tasks() if "wsync" in t.get_name() or "update" in t.get_name()]
 
 
-@asynccontextmanager
-async def stopped_after(broadcaster: WeightBroadcaster) -> AsyncIterator[WeightBroadcaster]:
-    try:
-        yield broadcaster
-    finally:
-        await broadcaster.aclose()
+async def is_free(lock: BroadcastLock) -> bool:
+    return not (await lock.status(timeout=30))["held"]
+
+
+async def heals(rig: Rig, broadcaster: WeightBroadcaster, seed: int = 77) -> None:
+    """The next update reaches every engine, whatever was before."""
+    await broadcaster.update_weights(a_source(seed), version=rig.next_version(), verify="source")
+    assert set(broadcaster.engine_states.values()) == {EngineState.CURRENT}
+    for engine in broadcaster.current_engines():
+        assert await rig.holds(engine, a_model(seed))
+        assert await rig.serves(engine)
+
+
+async def has_fired(rig: Rig, name: str) -> bool:
+    return bool(await rig.fired(name))
+
+
+async def received(rig: Rig, name: str) -> list[Any]:
+    return [s for s in await rig.seen(name) if s.verb == "receive"]
+
+
+async def updating(rig: Rig, broadcaster: WeightBroadcaster, *, seconds: float = 1.0) -> asyncio.Task[Any]:
+    """An update whose second bucket takes e1 a while, and is under way."""
+    await rig.script("e1", Fault(do="delay", bucket=1, seconds=seconds))
+    fired = len(await rig.fired("e1"))
+    update = asyncio.ensure_future(broadcaster.update_weights(a_source(5), version=rig.next_version()))
+
+    async def begun() -> bool:
+        return len(await rig.fired("e1")) > fired
+
+    await until(begun)
+    return update

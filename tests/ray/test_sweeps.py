@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import signal
-import uuid
-from collections.abc import AsyncIterator
 
 import pytest
 
 from async_wsync import BroadcastLock
-from tests.conftest import RayCluster
 from tests.ray.fleet import Rig
 from tests.sweeps import cancel_sweep, fault_sweep
 
 # A busy machine: only what an update must reach on an idle one is measured in the chaos run.
 SOON = 6.0
-
-
-@pytest.fixture
-async def lock(ray_cluster: RayCluster) -> AsyncIterator[BroadcastLock]:
-    lock = BroadcastLock.create(name=f"lock-{uuid.uuid4().hex[:6]}", namespace=ray_cluster.namespace)
-    yield lock
-    await lock.shutdown()
 
 
 @pytest.mark.parametrize(("kind", "first"), [("once", 1), ("twice", 5), ("anyio", 9), ("timeout", 13)])
