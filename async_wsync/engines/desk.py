@@ -267,6 +267,7 @@ def _limit(call: Call) -> float:
 def _is_over(seat: GroupSeat, joining: str) -> bool:
     """Whether a seat may go now that the source ``joining`` builds a new group.
 
-    NCCL cannot tell that a source has died, and its communicators hold much memory: there one of each source must do.
+    The engines of a dead source's group stay connected with each other, so one lost member must do. NCCL cannot tell,
+    and its communicators hold much memory: there one of each source must do.
     """
-    return seat.deserted or (seat.source == joining and seat.spec.backend == "nccl")
+    return seat.useless or (seat.source == joining and seat.spec.backend == "nccl")

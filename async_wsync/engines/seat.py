@@ -66,6 +66,12 @@ class GroupSeat:
         member = self._member
         return member is not None and member.deserted
 
+    @property
+    def useless(self) -> bool:
+        """Whether a member is gone, the source or another engine, and nothing is under way: no update will use it."""
+        member = self._member
+        return member is not None and member.incomplete and not self.busy
+
     def join(self) -> Future[None]:
         return self._worker.submit(self._join)
 
