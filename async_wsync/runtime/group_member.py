@@ -7,14 +7,14 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 
 from async_wsync.errors import BroadcastFailed
+from async_wsync.runtime.gloo_wait import wait_for_gloo
 from async_wsync.runtime.process_group import ProcessGroup, wait_for_cuda
-from async_wsync.runtime.socket_watch import WATCH_INTERVAL, SocketWatch
+from async_wsync.runtime.socket_watch import SocketWatch
 from async_wsync.runtime.store import first_line
 from async_wsync.runtime.threads import pause
 from async_wsync.types import GroupSpec
@@ -58,6 +58,11 @@ class GroupMember:
         """True where no connection of the group is left: the source has died, or left. NCCL cannot tell: False."""
         return self._sockets.all_closed
 
+    @property
+    def incomplete(self) -> bool:
+        """True where a connection to any member is gone. Such a group is never repaired. NCCL cannot tell: False."""
+        return self._sockets.sees and not self._sockets.all_open
+
     def broadcast(self, tensors: Sequence[torch.Tensor], timeout: float | None = None) -> None:
         """Receive into ``tensors``, in order, from rank 0; blocks until all have arrived.
 
@@ -75,6 +80,7 @@ class GroupMember:
             except RuntimeError as error:
                 self.abort()
                 self._let_go(works)
+                self._group.leave_behind(works)
                 traceback.clear_frames(error.__traceback__)
                 who, after = f"rank {self.rank} of group {self.spec.name}", time.monotonic() - started
                 raise BroadcastFailed(
@@ -102,25 +108,7 @@ class GroupMember:
             wait_for_cuda(works, tensors[0].device, seconds=deadline - time.monotonic(), stop=self._stop)
             return
         for work in works:
-            self._watch(work, deadline)
-
-    def _watch(self, work: Any, deadline: float) -> None:
-        """Wait for one gloo work, in steps: gloo does not tell a half-way receive that its connection was lost."""
-        while True:
-            left = deadline - time.monotonic()
-            try:
-                work.wait(timedelta(seconds=max(0.001, min(left, WATCH_INTERVAL))))
-                return
-            except RuntimeError:
-                if work.is_completed():
-                    work.wait()  # raises the work's own error, or it has succeeded meanwhile
-                    return
-                if self._stop.is_set():
-                    raise RuntimeError("the group was broken up") from None
-                if not self._sockets.all_open:
-                    raise RuntimeError("a connection of the group was lost") from None
-                if left <= 0:
-                    raise
+            wait_for_gloo(work, stop=self._stop.is_set, sockets=self._sockets, deadline=deadline)
 
     def _let_go(self, works: list[Any]) -> None:
         """Return once no collective can write into the caller's tensors any more: they are over, or all sockets are

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import traceback
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from async_wsync.errors import BroadcastFailed
+from async_wsync.runtime.gloo_wait import wait_for_gloo
 from async_wsync.runtime.process_group import ProcessGroup, wait_for_cuda
 from async_wsync.runtime.socket_watch import WATCH_INTERVAL, SocketWatch
 from async_wsync.runtime.store import first_line
@@ -35,7 +37,7 @@ class UpdateGroup:
         self._launcher = worker
         self._stop = threading.Event()
         self._pending: set[_Pending] = set()
-        self._waiter = DaemonWorker(f"wait {group.spec.name}")  # starts with the first NCCL broadcast
+        self._waiter = DaemonWorker(f"wait {group.spec.name}")
         self._dropped: Future[None] | None = None
         self._sockets = SocketWatch(group.fds)
         # Whoever forgets to close us must not block: abort frees the threads, a daemon thread drops the group.
@@ -79,7 +81,7 @@ class UpdateGroup:
         if self.spec.backend == "nccl":
             self._launcher.submit(pending.launch_nccl, self._waiter, self._stop)
         else:
-            self._launcher.submit(pending.launch_gloo)
+            self._launcher.submit(pending.launch_gloo, self._waiter, self._sockets)
         return pending.future
 
     def abort(self) -> None:
@@ -122,8 +124,6 @@ class _Pending:
         self._unfinished = unfinished
         self._tensors: list[torch.Tensor] | None = list(tensors)
         self._loop = asyncio.get_running_loop()
-        self._lock = threading.Lock()
-        self._left = 0
         self.future: asyncio.Future[None] = self._loop.create_future()
         self.future.add_done_callback(_retrieve)
 
@@ -136,16 +136,30 @@ class _Pending:
         else:
             self._loop.call_later(WATCH_INTERVAL, self.watch, sockets)
 
-    def launch_gloo(self) -> None:
+    def launch_gloo(self, waiter: DaemonWorker, sockets: SocketWatch) -> None:
         """Start the collectives (in the launcher's thread, where it may block)."""
-        tensors = self._tensors or []
-        self._left = len(tensors) + 1
+        works: list[Any] = []
         try:
-            for tensor in tensors:
-                self._group.start(tensor).get_future().add_done_callback(self._one_over)
-        except RuntimeError as error:
+            works.extend(self._group.start(tensor) for tensor in self._tensors or [])
+            waiter.submit(self._wait_gloo, works, sockets)
+        except RuntimeError as error:  # broken up, or closed, which also closes the waiter
             self._broke(error)
-        self._count_down()
+            self._finish_gloo(works)
+
+    def _wait_gloo(self, works: list[Any], sockets: SocketWatch) -> None:
+        try:
+            for work in works:
+                wait_for_gloo(work, stop=lambda: self._group.aborted, sockets=sockets)
+        except RuntimeError as error:
+            traceback.clear_frames(error.__traceback__)
+            self._broke(error)
+        self._finish_gloo(works)
+
+    def _finish_gloo(self, works: list[Any]) -> None:
+        # Works are freed here, not with a traceback later: see GroupMember.broadcast.
+        self._group.leave_behind(works)
+        works.clear()
+        self._over()
 
     def launch_nccl(self, waiter: DaemonWorker, stop: threading.Event) -> None:
         tensors = self._tensors or []
@@ -166,21 +180,6 @@ class _Pending:
                 wait_for_cuda(works, device, seconds=self._group.spec.timeout, stop=stop)
         except RuntimeError as error:
             self._broke(error)
-        self._over()
-
-    def _one_over(self, outcome: torch.futures.Future[Any]) -> None:
-        # In one of gloo's threads.
-        try:
-            outcome.value()
-        except RuntimeError as error:
-            self._broke(error)
-        self._count_down()
-
-    def _count_down(self) -> None:
-        with self._lock:
-            self._left -= 1
-            if self._left:
-                return
         self._over()
 
     def _over(self) -> None:

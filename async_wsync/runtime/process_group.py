@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import sys
 import threading
 import time
 import weakref
@@ -58,6 +59,7 @@ class ProcessGroup:
         self._missing: frozenset[int] = frozenset()
         self._lock = threading.Lock()
         self._inside = 0
+        self._left_behind: list[Any] = []
         self._aborted = False
         self._store_lost = False
         self._dropped: Future[None] | None = None
@@ -67,7 +69,7 @@ class ProcessGroup:
 
     def __del__(self) -> None:
         # Forgotten. Whoever collects it must neither block nor be one of gloo's threads.
-        if self._dropped is None and self._pg is not None:
+        if self._dropped is None and self._pg is not None and not sys.is_finalizing():
             self.abort()
             self.drop()
 
@@ -171,14 +173,25 @@ class ProcessGroup:
         """True while some thread is inside torch on the group's behalf."""
         return self._inside > 0
 
+    @property
+    def lingers(self) -> bool:
+        """True while works that were left behind still run."""
+        return not all(work.is_completed() for work in list(self._left_behind))
+
     def drop(self) -> Future[None]:
         """Let go of the group in a daemon thread, since that blocks while collectives run; the future tells when."""
         with self._lock:
             if self._dropped is None:
                 parts = [self._pg, self._device, self._store]
                 self._pg = self._device = self._store = None
-                self._dropped = spawn(parts.clear, name=f"drop {self.spec.name}")
+                self._dropped = spawn(_drop, parts, self._left_behind, name=f"drop {self.spec.name}")
             return self._dropped
+
+    def leave_behind(self, works: Sequence[Any]) -> None:
+        """Nobody waits for ``works`` any more. Those that still run, as gloo's do when a connection was lost half-way,
+        end with their timeout; until then they and the group must not be freed, since that would block."""
+        if self.spec.backend == "gloo":
+            self._left_behind.extend(work for work in works if not work.is_completed())
 
     def connections(self) -> int:
         """How many open connections of this process belong to the group."""
@@ -283,6 +296,15 @@ def wait_for_cuda(works: Sequence[Any], device: torch.device, *, seconds: float,
             raise RuntimeError(str(error))
 
 
+def _drop(parts: list[Any], works: list[Any]) -> None:
+    """Free the parts of a group, in a thread that nobody misses. One that is still in here when the interpreter ends
+    keeps them for good, which is best: freeing them would block."""
+    while not all(work.is_completed() for work in works):
+        pause(0.05)
+    works.clear()
+    parts.clear()
+
+
 def _abort_nccl(pg: Any) -> None:
     try:
         pg.abort()
@@ -295,10 +317,9 @@ def _at_exit() -> None:
     groups = list(_live)
     for group in groups:
         group.abort() if group.built else group.abort_building()
-    drops = [group.drop() for group in groups]
     deadline = time.monotonic() + EXIT_GRACE
-    wait(drops, timeout=EXIT_GRACE)
-    if any(group.busy for group in groups):
-        while any(group.busy for group in groups) and time.monotonic() < deadline:
-            pause(0.002)
-        pause(0.01)  # for the last steps back out of C++
+    while any(group.busy for group in groups) and time.monotonic() < deadline:
+        pause(0.002)
+    lingering = [group.drop() for group in groups if group.lingers]
+    drops = {group.drop() for group in groups}.difference(lingering)
+    wait(drops, timeout=max(0.0, deadline - time.monotonic()))
