@@ -60,6 +60,7 @@ LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 GROUP_FILES = {
     f"runtime/{name}.py"
     for name in (
+        "gloo_wait",
         "gloo_wiring",
         "group_member",
         "group_source",
