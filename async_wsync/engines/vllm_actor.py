@@ -31,6 +31,7 @@ class VLLMRolloutActor:
             AsyncEngineArgs(model=model, weight_transfer_config=config, **engine_args)
         )
         self._num_requests = 0
+        self._processes = _engine_processes()
 
     async def ready(self) -> bool:
         """True once the model is loaded: the constructor is done."""
@@ -75,6 +76,10 @@ class VLLMRolloutActor:
         return int(self._llm.vllm_config.parallel_config.world_size_across_dp)
 
     async def check_health(self) -> None:
+        """Raises if the engine is dead. vLLM itself notices the end of a worker late while it waits for its answer."""
+        for process in self._processes:
+            if _ended(process):
+                raise RuntimeError(f"vLLM's engine is dead: its process {process.pid} has ended")
         await self._llm.check_health()
 
     async def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
@@ -118,3 +123,27 @@ class VLLMRolloutActor:
     async def shutdown(self) -> None:
         """Stop vLLM's processes."""
         self._llm.shutdown()
+
+
+def _engine_processes() -> list[Any]:
+    """vLLM's processes under this one; those that it has given no title can't be told from others."""
+    import psutil
+
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            titled = any("VLLM::" in word for word in process.cmdline())
+        except psutil.Error:
+            continue
+        if titled:
+            found.append(process)
+    return found
+
+
+def _ended(process: Any) -> bool:
+    import psutil
+
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
