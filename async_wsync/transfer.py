@@ -71,6 +71,8 @@ class Transfer:
         while (bucket := await self._next(staged)) is not None:
             stop = self.should_stop()
             if stop is not None:
+                while self._flights:  # what was announced is sent: so the engines agree on where it ended
+                    await self._step()
                 raise stop
             await self._send(bucket)
         while self._flights:

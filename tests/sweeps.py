@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import signal
 import sys
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -65,6 +66,7 @@ async def measured_gaps(figures: Figures) -> AsyncIterator[LoopGapMeter]:
     """
     gc.collect()
     gc.freeze()
+    logging.disable(logging.WARNING)  # pytest keeps every record, and with it the frames of the failures
     control = await asyncio.create_subprocess_exec(
         sys.executable, "-c", CONTROL, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
     )
@@ -79,6 +81,7 @@ async def measured_gaps(figures: Figures) -> AsyncIterator[LoopGapMeter]:
         figures.control_gap = float(await control.stdout.readline())
     finally:
         gc.unfreeze()
+        logging.disable(logging.NOTSET)
         control.stdin.close()
         await control.wait()
 

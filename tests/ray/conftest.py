@@ -34,5 +34,6 @@ async def rig(_rig: Rig) -> Rig:
 async def lock(ray_cluster: RayCluster) -> AsyncIterator[BroadcastLock]:
     """A lock of the test's own."""
     lock = BroadcastLock.create(name=f"lock-{uuid.uuid4().hex[:6]}", namespace=ray_cluster.namespace)
+    await lock.status(timeout=90)  # its actor is there
     yield lock
     await lock.shutdown()

@@ -174,9 +174,9 @@ async def test_adapters_that_raise_whatever_they_like_break_nothing(rig: Rig, ca
 
 
 async def test_the_total_limit_ends_an_update_wherever_it_is(rig: Rig, lock: BroadcastLock) -> None:
-    limits = replace(LIMITS, total=0.8)
+    limits = replace(LIMITS, total=2.0)
     async with rig.broadcaster(["e0"], lock=lock, timeouts=limits) as broadcaster:
-        await rig.script("e0", Fault(do="delay", at="pause", seconds=2.0))
+        await rig.script("e0", Fault(do="delay", at="pause", seconds=4.0))
         failure, _ = await failure_of(broadcaster.update_weights(a_source(1), version=rig.next_version()))
         assert isinstance(failure.__cause__, PhaseTimeout)
         assert (failure.__cause__.field, failure.__cause__.phase) == ("total", "pause")
@@ -191,7 +191,7 @@ async def test_the_total_limit_ends_an_update_wherever_it_is(rig: Rig, lock: Bro
 
 async def test_a_lock_that_is_not_granted_pauses_nobody(rig: Rig, lock: BroadcastLock) -> None:
     bar = Bar()
-    async with rig.broadcaster(["e0"], lock=lock, timeouts=replace(LIMITS, lock=0.6), progress=bar) as broadcaster:
+    async with rig.broadcaster(["e0"], lock=lock, timeouts=replace(LIMITS, lock=3.0), progress=bar) as broadcaster:
         await broadcaster.update_weights(a_source(1), version=rig.next_version())
         pauses = len([s for s in await rig.seen("e0") if s.verb == "pause"])
         async with lock.hold(label="a slow neighbour", timeout=30):

@@ -151,11 +151,11 @@ async def test_a_source_that_stalls_is_bounded_by_idle(rig: Rig) -> None:
     import threading
 
     gate = threading.Event()
-    manifest = a_source(1).manifest()
+    manifest, state = a_source(1).manifest(), a_model(1).state_dict()
 
     def stalling() -> Iterator[tuple[str, torch.Tensor]]:
         gate.wait(30)
-        yield from a_model(1).state_dict().items()
+        yield from state.items()
 
     limits = replace(LIMITS, idle=0.5, close=1)
     async with rig.broadcaster(["e0"], timeouts=limits) as broadcaster:
