@@ -13,13 +13,17 @@ from typing import Any
 def complaint(cls: Any, payload: dict[str, Any]) -> str | None:
     import msgspec
 
-    unknown = set(payload) - set(cls.__struct_fields__)
-    if unknown:
+    # Field by field: between its own processes SGLang sends these classes as arrays.
+    fields = {field.name: field for field in msgspec.structs.fields(cls)}
+    if unknown := set(payload) - set(fields):
         return f"{cls.__name__} has no {sorted(unknown)}"
-    try:
-        msgspec.convert(payload, cls)
-    except msgspec.ValidationError as error:
-        return f"{cls.__name__}: {error}"
+    if missing := {name for name, field in fields.items() if field.required} - set(payload):
+        return f"{cls.__name__} needs {sorted(missing)}"
+    for name, value in payload.items():
+        try:
+            msgspec.convert(value, fields[name].type)
+        except msgspec.ValidationError as error:
+            return f"{cls.__name__}.{name}: {error}"
     return None
 
 
