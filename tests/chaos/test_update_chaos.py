@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def judge(figures: Figures) -> None:
     """Nothing wrong, and no gap that the machine itself does not explain."""
     _table.append(figures)
     assert not figures.wrong, "\n".join(figures.wrong[:20])
-    assert figures.gap <= (LOOP_GAP + figures.control_gap) * SLACK
+    assert figures.gap <= (LOOP_GAP + 2 * figures.control_gap) * SLACK
 
 
 @pytest.mark.parametrize("on_cancel", ["finish", "stop"])
@@ -105,8 +106,6 @@ async def test_an_engine_is_stopped_at_every_event(rig: Rig, lock: BroadcastLock
 
 async def test_an_engines_own_error_precedes_a_group_timeout_of_twenty_seconds(rig: Rig, lock: BroadcastLock) -> None:
     figures = Figures("engine error before the collective")
-    from dataclasses import replace
-
     source = a_source(1)
     async with (
         measured_gaps(figures) as meter,
