@@ -15,6 +15,7 @@ import threading
 import traceback
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from async_wsync.errors import EngineFailed, StaleCall, StaleFence, WeightSyncError
@@ -256,15 +257,23 @@ def _pack(update: UpdateSpec) -> bytes:
         buckets.append((bucket.index, bucket.nbytes, places))
     columns = ([m.name for m in params], [m.dtype for m in params], [m.shape for m in params])
     head = (update.update_id, update.version, update.group, update.strict)
-    return pickle.dumps((head, columns, update.manifest.aliases, buckets), protocol=5)
+    body = pickle.dumps((columns, update.manifest.aliases, buckets), protocol=5)
+    return pickle.dumps((head, body), protocol=5)
 
 
 def unpack_update(data: bytes) -> UpdateSpec:
     """The spec that `pack_update` packed."""
-    (update_id, version, group, strict), columns, aliases, buckets = pickle.loads(data)
+    (update_id, version, group, strict), body = pickle.loads(data)
+    manifest, buckets = _unpack_body(body)
+    return UpdateSpec(
+        update_id=update_id, version=version, manifest=manifest, buckets=buckets, group=group, strict=strict
+    )
+
+
+@lru_cache(maxsize=2)
+def _unpack_body(body: bytes) -> tuple[Manifest, tuple[BucketSpec, ...]]:
+    """Kept, since one update after another sends the same tensors: the same bytes give the same objects."""
+    columns, aliases, buckets = pickle.loads(body)
     params = [ParamMeta(name=n, dtype=d, shape=s) for n, d, s in zip(*columns, strict=True)]
     specs = [BucketSpec(index=i, params=tuple(params[p] for p in places), nbytes=n) for i, n, places in buckets]
-    manifest = Manifest(params=tuple(params), aliases=aliases)
-    return UpdateSpec(
-        update_id=update_id, version=version, manifest=manifest, buckets=tuple(specs), group=group, strict=strict
-    )
+    return Manifest(params=tuple(params), aliases=aliases), tuple(specs)

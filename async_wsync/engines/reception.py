@@ -12,7 +12,7 @@ import socket
 import threading
 import uuid
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 from async_wsync.core.checksum import model_digests
@@ -25,6 +25,8 @@ from async_wsync.runtime.threads import DaemonWorker
 from async_wsync.types import Call, EngineInfo
 
 __all__ = ["Reception"]
+
+_INSTANT = 0.003  # seconds
 
 
 class Reception:
@@ -56,7 +58,10 @@ class Reception:
         }
 
     def handle(self, request: p.Request) -> p.Reply:
-        """Start what is asked, or tell what became of it. Never blocks, never raises for what the world does."""
+        """Start what is asked, or tell what became of it. Never raises for what the world does.
+
+        Blocks for no longer than `_INSTANT`: most verbs are over by then, which saves their caller a poll.
+        """
         verb = request.verb
         if isinstance(verb, p.Poll):
             return self._reply(verb.ticket)
@@ -69,6 +74,8 @@ class Reception:
             else:
                 if isinstance(answer, Future):
                     self._tickets.follow(request.id, answer)
+                    if not isinstance(verb, p.Join | p.Receive):
+                        wait([answer], timeout=_INSTANT)
                 else:
                     self._tickets.settle(request.id, value=answer)
         return self._reply(request.id)

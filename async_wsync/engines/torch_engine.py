@@ -17,6 +17,7 @@ __all__ = ["TorchEngine"]
 
 _POLL_FIRST = 0.002
 _POLL_CAP = 0.05
+_POLL_RECEIVING = 0.04
 _POLL_HINTED_CAP = 0.008
 _PACK_INLINE_TENSORS = 256
 
@@ -42,8 +43,8 @@ _FIELDS: dict[type[p.Verb], str] = {
 class _Pace:
     """How long one call waits between its polls. A hint that it is about to be over makes it fast again."""
 
-    def __init__(self) -> None:
-        self._delay = _POLL_FIRST
+    def __init__(self, first: float = _POLL_FIRST) -> None:
+        self._delay = first
         self._cap = _POLL_CAP
         self._hinted = asyncio.Event()
 
@@ -117,7 +118,8 @@ class TorchEngine:
         await self._ask(call, p.Begin(await self._pack(update)))
 
     async def receive(self, call: Call, update: UpdateSpec, bucket: BucketSpec) -> None:
-        pace = _Pace()
+        # Rarely: each poll takes a moment of both processes from the broadcast, and its end is hinted at.
+        pace = _Pace(_POLL_RECEIVING)
         self._receiving.add(pace)
         try:
             await self._ask(call, p.Receive(update.update_id, bucket.index), bucket=bucket.index, pace=pace)

@@ -244,7 +244,7 @@ class ProcessGroup:
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timedelta(seconds=self.spec.timeout)
-        options._threads = 2
+        options._threads = 4
         device, candidates = new_device(self.spec)
         options._devices = [device]
         self._own = candidates[0] if len(candidates) == 1 else None
