@@ -21,7 +21,7 @@ from async_wsync.types import GroupSpec
 from tests.gloo.peers import Fleet, Peer, connect, disconnect
 
 #: Loose, for machines that do other things.
-SOON = 2.0
+SOON = 5.0
 
 
 async def opened(world_size: int, **options: Any) -> Rendezvous:

@@ -25,8 +25,8 @@ from tests.gloo.peers import Fleet, Peer, connect, disconnect
 
 MB = 1 << 20
 BIG = 64 * MB  # far more than the kernel buffers between two processes
-#: Measured: 1 to 20 ms. Loose, for machines that do other things.
-AT_ONCE = 1.0
+#: Measured: 2 to 14 ms. Loose, for machines that do other things; the groups' own timeouts are 60 s.
+AT_ONCE = 5.0
 
 
 @contextlib.asynccontextmanager
@@ -115,7 +115,7 @@ async def test_an_abort_frees_whoever_does_it_at_once(fleet: Fleet, breaker: int
         started = time.monotonic()
         if breaker == 0:
             group.abort()
-            assert time.monotonic() - started < 0.1
+            assert time.monotonic() - started < 0.5
             freed = waiting
         else:
             await peers[breaker - 1].ask("abort", name)
@@ -355,10 +355,13 @@ async def test_thirty_groups_leave_no_file_descriptor_and_no_thread(fleet: Fleet
 
 
 async def test_the_event_loop_keeps_running_through_all_of_it(fleet: Fleet) -> None:
-    """Field case H6. The best of a few tries counts: on a busy machine the scheduler makes gaps of its own."""
+    """Field case H6. On a busy machine the scheduler makes gaps of its own: the best of a few tries counts, against
+    those of a loop that does nothing."""
     peers, gaps, tensor = fleet.peers(2), [], filled(1, BIG)
     for _ in range(5):
         with LoopGapMeter() as meter:
+            await asyncio.sleep(0.3)
+            idle = meter.reset()
             group = await connect(peers, timeout=60.0)
             connecting = meter.reset()
             answers = [peer.start("receive", group.spec.name, [BIG]) for peer in peers]
@@ -374,10 +377,10 @@ async def test_the_event_loop_keeps_running_through_all_of_it(fleet: Fleet) -> N
             closing = meter.reset()
         for peer in peers:
             await peer.ask("close", group.spec.name)
-        gaps.append((connecting, sending, closing))
-        if max(gaps[-1]) < 0.02:
-            break
-    assert min(max(gap) for gap in gaps) < 0.02, gaps
+        gaps.append((idle, connecting, sending, closing))
+        if max(connecting, sending, closing) < max(0.02, 3 * idle):
+            return
+    pytest.fail(f"gaps in seconds (idle, connecting, sending, closing): {gaps}")
 
 
 # ------------------------------------------------------------------------------ leaving the process
@@ -419,7 +422,7 @@ def test_a_stuck_collective_does_not_keep_the_source_process_alive(mode: str, tm
     run = subprocess.run([sys.executable, script, mode], capture_output=True, text=True, timeout=90)
     ended = time.monotonic()
     assert run.returncode == 0, run.stderr
-    assert ended - float(run.stdout.split()[1]) < 8, "the process stayed"
+    assert ended - float(run.stdout.split()[1]) < 20, "the process stayed"
     assert "terminate" not in run.stderr
     assert "Fatal" not in run.stderr
 
@@ -454,5 +457,5 @@ async def test_a_stuck_receive_does_not_keep_an_engine_process_alive() -> None:
     out, err = await asyncio.wait_for(process.communicate(), 60)
     ended = time.monotonic()
     assert process.returncode == 0, err
-    assert ended - float(out.split()[0]) < 8, "the process stayed"
+    assert ended - float(out.split()[0]) < 20, "the process stayed"
     await group.aclose(5.0)
