@@ -295,7 +295,8 @@ async def _kill_now(lock: BroadcastLock) -> tuple[list[str], float]:
 
 async def _kill_in_release(lock: BroadcastLock, own: list[tuple[float, float, int]]) -> tuple[list[str], float]:
     """Take a turn, and kill the server right after the release was sent."""
-    async with lock.hold(label="the test", timeout=60.0) as held:
+    impatient = BroadcastLock.connect(name=lock.name, release_timeout=0.1)  # the dead server will not answer
+    async with impatient.hold(label="the test", timeout=60.0) as held:
         start, pid = time.monotonic(), (await lock.status())["server_pid"]
         own.append((start, time.monotonic(), held.fence))
         asyncio.get_running_loop().call_soon(os.kill, pid, signal.SIGKILL)
