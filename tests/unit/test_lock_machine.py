@@ -33,6 +33,7 @@ class LockMachine(RuleBasedStateMachine):
         self.owner: dict[str, str] = {}
         self.queue: list[str] = []  # in order of arrival; may hold some that the lock has dropped for their silence
         self.last_poll: dict[str, float] = {}
+        self.unsure: set[str] = set()
 
     def lapse(self) -> None:
         if self.holder is not None and self.now > self.lease_end:
@@ -69,16 +70,14 @@ class LockMachine(RuleBasedStateMachine):
         if claim not in self.queue:
             self.queue.append(claim)
         elif self.now - self.last_poll[claim] > SILENCE / 3:
-            # It may have lost its place meanwhile; its order is no longer known.
-            self.queue.remove(claim)
-            self.queue.append(claim)
+            self.unsure.add(claim)  # it may have lost its place meanwhile, or not
         self.last_poll[claim] = self.now
         if isinstance(reply, Granted):
             assert self.holder is None
             assert self.now >= self.quarantine
             assert reply.fence > max(self.fence, self.seen)
             before = self.queue[: self.queue.index(claim)]
-            assert not [c for c in before if self.now - self.last_poll[c] <= SILENCE / 3 and self.is_sure(c)], before
+            assert claim in self.unsure or not [c for c in before if self.is_sure(c)], before
             self.fence, self.holder, self.lease_end = reply.fence, claim, self.now + TTL
             self.queue.remove(claim)
         else:
@@ -89,7 +88,7 @@ class LockMachine(RuleBasedStateMachine):
                 assert reply.holder["claim"] == self.holder
 
     def is_sure(self, claim: str) -> bool:
-        return claim in self.state.waiters
+        return claim not in self.unsure and self.now - self.last_poll[claim] <= SILENCE / 3
 
     @rule(claim=claims)
     def beat(self, claim: str) -> None:
