@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 OBJECT_STORE_BYTES = 200 * 1024 * 1024
 TASK_GRACE_SECONDS = 2.0
 
-# Machines are busy: how long an example takes says nothing. A gate must not depend on luck: there, always the same ones.
+# How long an example takes says nothing on a busy machine; and a gate must not depend on luck: always the same there.
 settings.register_profile("here", deadline=None, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("here")
 

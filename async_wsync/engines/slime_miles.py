@@ -261,7 +261,7 @@ class SGLangActor:
             # Nothing was sent. Leave out what an older actor does not take, one by one.
             unknown = next((name for name in optional if name in arguments and f"'{name}'" in str(error)), None)
             if unknown is None:
-                refused = EngineFailed if facts["phase"] == "bucket" else EngineRejected  # rejected: nothing was touched
+                refused = EngineFailed if facts["phase"] == "bucket" else EngineRejected  # nothing was touched
                 raise refused(f"{self._name}: {method} can't be called: {error}", **facts) from error
             return self._submit(method, args, {k: v for k, v in arguments.items() if k != unknown}, optional, facts)
 
