@@ -189,6 +189,8 @@ async def source_kill_sweep(*, points: Iterable[int] | None) -> Figures:
     """kill -9 of each source of a two-source round at each of its events; ``seconds``: until the other has ended."""
     rounds = await Rounds.start(2)
     figures = Figures("source killed at its i-th event of a round: seconds until the other one knows")
+    # A round knows its sources from the first update on; one that never came is only waited for.
+    assert [o["error"] for o in await rounds.update()] == [None, None]
     healed = 0
     for victim in (0, 1):
         for at in itertools.count(1) if points is None else points:
