@@ -70,16 +70,16 @@ class RoundUpdate(Update):
             await attempt.connect()
             await attempt.open()
             self.opened = True
-            await self._tell("opened")
+            await self.member.tell("opened")
             if self.settings.lock_scope == "update":
                 await attempt.send()
         if self.settings.lock_scope == "bucket":
             await attempt.send()
-        await self._tell("sent")
+        await self.member.tell("sent")
         await self._until(Phase.CLOSING)
         async with self._turn(attempt):
             await attempt.close(self.verify)
-            await self._tell("closed")
+            await self.member.tell("closed")
             await self._serve_again(attempt)
 
     async def _follow(self, attempt: Attempt) -> None:
@@ -94,7 +94,7 @@ class RoundUpdate(Update):
                 await attempt.send()
         else:
             attempt.mark_updating()
-        await self._tell("sent")
+        await self.member.tell("sent")
         await self._until(Phase.DONE)
         attempt.published_by_leader()
 
@@ -116,9 +116,6 @@ class RoundUpdate(Update):
     @property
     def _may_be_empty(self) -> bool:
         return True  # a source with nothing to send takes part all the same
-
-    async def _tell(self, verb: str) -> None:
-        await self.member.tell(verb)
 
     async def _until(self, phase: Phase) -> None:
         with self.story.during("wait for sources"):
