@@ -5,15 +5,26 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from typing import Any
 
+import pytest
 import ray
 import torch
+from ray.exceptions import RayActorError
 from torch import nn
 
 from async_wsync import WeightReceiver
 from async_wsync.core.checksum import model_digests
 
 SIZE = 1024
+
+
+async def killed(handle: Any) -> None:
+    """Kill an actor and see it dead: `ray.kill` returns before that, and a call made at once may still be answered."""
+    ray.kill(handle)
+    with pytest.raises(RayActorError):
+        while True:
+            await handle.__ray_ready__.remote()
 
 
 def a_model(seed: int, size: int = SIZE) -> nn.Module:

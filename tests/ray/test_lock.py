@@ -22,6 +22,7 @@ from async_wsync.lock import BroadcastLock, PolledLock, adopt
 from async_wsync.testing.locks import BoolLockActor
 from tests.conftest import ROOT
 from tests.lock_actors import Source
+from tests.ray.actors import killed
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -427,7 +428,7 @@ async def test_a_polled_lock_keeps_the_first_error() -> None:
 async def test_a_polled_lock_that_died_is_unavailable() -> None:
     handle = ray.remote(BoolLockActor).options(num_cpus=0).remote()
     await handle.held.remote()
-    ray.kill(handle)
+    await killed(handle)
     with pytest.raises(LockUnavailable):
         async with PolledLock(handle).hold(label="p", timeout=30.0):
             pytest.fail("granted")

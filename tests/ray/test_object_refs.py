@@ -16,6 +16,7 @@ import ray
 
 from async_wsync.errors import EngineRejected, WeightSyncError
 from async_wsync.runtime.object_refs import RemoteDied, RemoteRaised, await_ref, host_address, node_address
+from tests.ray.actors import killed
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -195,7 +196,7 @@ async def test_an_actor_that_exits_in_the_call_is_told_as_dead() -> None:
 async def test_an_actor_that_asked_a_dead_one_has_raised_and_is_not_dead(worker: Any) -> None:
     victim = Worker.remote()
     await await_ref(victim.pid.remote())
-    ray.kill(victim)
+    await killed(victim)
     with pytest.raises(RemoteDied):
         await await_ref(victim.pid.remote())
     with pytest.raises(RemoteRaised):

@@ -32,7 +32,7 @@ from async_wsync.runtime.rendezvous import Rendezvous
 from async_wsync.runtime.update_group import UpdateGroup
 from async_wsync.types import Call, EngineState, PauseMode, UpdateSpec
 from tests.conftest import RayCluster
-from tests.ray.actors import KINDS, SyncEngine, a_model
+from tests.ray.actors import KINDS, SyncEngine, a_model, killed
 from tests.receiver_driver import a_call, manifest_of, staged, update_of
 
 GONE_LIMIT = 5.0  # of a busy test machine; the aim is 1 s
@@ -247,7 +247,7 @@ async def test_answers_that_are_no_replies_and_actors_that_are_gone_fail_by_name
             await engine.resume(a_call())
         assert failed.value.engine == "f0"
     assert isinstance(failed.value.__cause__, KeyError)
-    ray.kill(foreign)
+    await killed(foreign)
     for ask in (engine.resume, engine.hello):
         with pytest.raises(EngineDied, match="f0"):
             await ask(a_call())
