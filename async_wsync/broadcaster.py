@@ -20,13 +20,14 @@ import logging
 import os
 import socket
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
 from async_wsync.calls import EngineCalls
-from async_wsync.critical import under_lock
+from async_wsync.critical import refuse_holder, under_lock
 from async_wsync.errors import Cancelled, EngineFailed, LockError
 from async_wsync.fleet import Fleet
 from async_wsync.greeting import greet
@@ -154,6 +155,7 @@ class WeightBroadcaster:
 
     async def connect(self) -> None:
         """Greet every engine and form the update groups, under the lock. Bounded by ``timeouts.connect`` each."""
+        refuse_holder(self._lock)
         connected = False
         self._closed = False
         try:
@@ -200,8 +202,11 @@ class WeightBroadcaster:
     async def aclose(self) -> None:
         """Leave and close all groups. Idempotent, bounded by ``timeouts``, and quiet: it never raises for an engine.
 
-        An update that another task has under way is broken off first, and fails.
+        An update that another task has under way is broken off first, and fails. Raises `SelfDeadlock`, and closes
+        nothing, where there are groups to close and the caller holds the lock.
         """
+        if self._links.all:
+            refuse_holder(self._lock)
         self._open = False
         self._closed = True
         await finish(self._close(), name=f"{self.name}: close")
@@ -250,9 +255,10 @@ class WeightBroadcaster:
         ``round``: send ``source`` as one part of an update that several sources share; see `UpdateRound`.
 
         Raises ValueError (a bad argument, nothing touched), `EngineRejected` (the engines and the source disagree on
-        names, shapes or types; nothing touched), `LockError`, and `UpdateFailed` for all that goes wrong after that.
+        names, shapes or types; nothing touched), `LockError` (`SelfDeadlock` at once, where the calling task holds the
+        lock), and `UpdateFailed` for all that goes wrong after that.
         """
-        async with self._turn:
+        async with self._exclusive():
             self._check_version(version)
             return await self._run(
                 source,
@@ -265,6 +271,13 @@ class WeightBroadcaster:
                 atomic_groups=atomic_groups,
                 round=round,
             )
+
+    @asynccontextmanager
+    async def _exclusive(self) -> AsyncIterator[None]:
+        """Our turn at work that takes the lock. A task that holds it would wait for itself, and is told so at once."""
+        refuse_holder(self._lock)
+        async with self._turn:
+            yield
 
     async def _run(
         self, source: WeightSource, *, version: int, round: UpdateRound | None = None, **options: Any
@@ -319,12 +332,12 @@ class WeightBroadcaster:
 
     async def remove_engines(self, names: Iterable[str]) -> None:
         """Let engines go: their groups are closed under the lock, and the others' are rebuilt when next needed."""
-        async with self._turn:
+        async with self._exclusive():
             await self._remove(list(names))
 
     async def replace_engine(self, name: str, engine: RolloutEngine) -> None:
         """Put ``engine`` in the place of the one called ``name``, which may be dead."""
-        async with self._turn:
+        async with self._exclusive():
             if engine.name != name and engine.name in self._fleet.names:
                 raise ValueError(f"duplicate engine {engine.name!r}")
             await self._remove([name], keep_one=False)
@@ -351,7 +364,7 @@ class WeightBroadcaster:
         ``source`` must still hold that version. The engines that are current are neither paused nor spoken to. None
         where there is nothing to do; ValueError before the first update.
         """
-        async with self._turn:
+        async with self._exclusive():
             if self._version is None:
                 raise ValueError("catch_up before the first update: there is no current version yet")
             behind = [n for n in self._fleet.names if n not in self.current_engines()]

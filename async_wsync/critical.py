@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Protocol, runtime_checkable
 
 from async_wsync.calls import EngineCalls, Interrupt
 from async_wsync.errors import Cancelled
 from async_wsync.runtime.cancellation import finish
 from async_wsync.types import HeldLock, Timeouts, UpdateLock
 
-__all__ = ["under_lock"]
+__all__ = ["refuse_holder", "under_lock"]
 
 Work = Callable[[EngineCalls, HeldLock], Awaitable[None]]
+
+
+@runtime_checkable
+class KnowsHolders(Protocol):
+    """What our own locks have on top of an `UpdateLock`."""
+
+    def refuse_holder(self) -> None: ...
+
+
+def refuse_holder(lock: UpdateLock) -> None:
+    """Raise `SelfDeadlock` if the current task holds the lock: it would wait for our task, which waits for the lock."""
+    if isinstance(lock, KnowsHolders):
+        lock.refuse_holder()
 
 
 async def under_lock(lock: UpdateLock, work: Work, *, label: str, timeouts: Timeouts) -> None:

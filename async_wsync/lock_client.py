@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from async_wsync.errors import LockUnavailable
-from async_wsync.lock_hold import Hold
+from async_wsync.lock_hold import Hold, holdings
 from async_wsync.lock_link import LockLink
 from async_wsync.lock_server import LockServer
 from async_wsync.runtime.object_refs import RemoteDied
@@ -124,6 +124,10 @@ class BroadcastLock:
             warn_interval=self._options["warn_interval"],
             release_timeout=self._options["release_timeout"],
         )
+
+    def refuse_holder(self) -> None:
+        """Raise `SelfDeadlock` if the current task holds this lock. For work that is to hold it in another task."""
+        holdings.check(self._link.key, self.name)
 
     async def status(self, *, timeout: float = STATUS_TIMEOUT) -> dict[str, Any]:
         """Plain data: ``held``, ``holder``, ``waiters``, ``last_fence``, ``quarantine_left``, ``transitions``."""

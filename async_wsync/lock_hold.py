@@ -42,20 +42,25 @@ LOST_TIMEOUT = 0.3
 
 
 class Holdings:
-    """Which locks each task of this process holds, to tell a task that waits for itself."""
+    """Which locks each task of this process holds, under which label, to tell a task that waits for itself."""
 
     def __init__(self) -> None:
-        self._held: weakref.WeakKeyDictionary[asyncio.Task[Any], set[object]] = weakref.WeakKeyDictionary()
+        self._held: weakref.WeakKeyDictionary[asyncio.Task[Any], dict[object, str]] = weakref.WeakKeyDictionary()
 
-    def check(self, task: asyncio.Task[Any], key: object, name: str) -> None:
-        if key in self._held.get(task, ()):
-            raise SelfDeadlock(f"the task {task.get_name()!r} already holds lock {name!r} and would wait for itself")
+    def check(self, key: object, name: str) -> None:
+        """Raise `SelfDeadlock` if the current task is a holder."""
+        task = asyncio.current_task()
+        assert task is not None
+        labels = self._held.get(task, {})
+        if key in labels:
+            who = f"the task {task.get_name()!r}, as {labels[key]!r},"
+            raise SelfDeadlock(f"{who} already holds lock {name!r} and would wait for itself")
 
-    def add(self, task: asyncio.Task[Any], key: object) -> None:
-        self._held.setdefault(task, set()).add(key)
+    def add(self, task: asyncio.Task[Any], key: object, label: str) -> None:
+        self._held.setdefault(task, {})[key] = label
 
     def discard(self, task: asyncio.Task[Any], key: object) -> None:
-        self._held.get(task, set()).discard(key)
+        self._held.get(task, {}).pop(key, None)
 
 
 holdings = Holdings()
@@ -81,7 +86,7 @@ class Hold:
     ) -> None:
         self.label = label
         self._link = link
-        self._key = (link.namespace, link.name)
+        self._key = link.key
         self._timeout = timeout
         self._ttl = ttl
         self._warn_interval = warn_interval
@@ -141,7 +146,7 @@ class Hold:
         self._used = True
         task = asyncio.current_task()
         assert task is not None
-        holdings.check(task, self._key, self._link.name)
+        holdings.check(self._key, self._link.name)
         self._cancelling = task.cancelling()
         try:
             await self._link.ready(max(self._timeout, POLL_TIMEOUT))
@@ -153,7 +158,7 @@ class Hold:
                 await undo(self._confirm(release), error, name=f"withdrawing from lock {self._link.name}")
             raise
         self._task = task
-        holdings.add(task, self._key)
+        holdings.add(task, self._key, self.label)
         _fences_seen[self._key] = max(self.fence, _fences_seen.get(self._key, 0))
         self._heart = Heart(self._link, self._view, self._lose)
         return self

@@ -56,6 +56,11 @@ class LockLink:
         finally:
             worker.close()
 
+    @property
+    def key(self) -> object:
+        """The same for all links of this process to one lock."""
+        return self.namespace, self.name
+
     def forget_identity(self) -> None:
         """The server took us for dead: come back as somebody new."""
         self._identity = None

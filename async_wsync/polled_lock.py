@@ -50,6 +50,7 @@ class PolledLock:
         if not 0 < interval <= max_interval:
             raise ValueError(f"0 < interval <= max_interval must hold, got {interval!r} and {max_interval!r}")
         self.handle = handle
+        self.key: object = ("polled", str(handle))  # the same for all locks of this process over one actor
         self.interval = interval
         self.max_interval = max_interval
         self.acquire_timeout = acquire_timeout
@@ -63,6 +64,10 @@ class PolledLock:
         """As `BroadcastLock.hold`. Raises `AcquireTimeout`, `SelfDeadlock`, `LockUnavailable`."""
         return PolledHold(self, label=label, timeout=self.acquire_timeout if timeout is None else timeout)
 
+    def refuse_holder(self) -> None:
+        """As `BroadcastLock.refuse_holder`."""
+        holdings.check(self.key, "polled lock")
+
 
 class PolledHold:
     """One holding of a `PolledLock`. ``fence`` is the wall clock in milliseconds, rising within this process."""
@@ -73,7 +78,6 @@ class PolledHold:
         self.stage = ""
         self._lock = lock
         self._timeout = timeout
-        self._key = ("polled", str(lock.handle))
         self._task: asyncio.Task[Any] | None = None
         self._pending: Any = None  # the poll whose outcome we do not know yet
 
@@ -83,7 +87,7 @@ class PolledHold:
     async def __aenter__(self) -> PolledHold:
         task = asyncio.current_task()
         assert task is not None
-        holdings.check(task, self._key, "polled lock")
+        self._lock.refuse_holder()
         try:
             await self._win()
         except BaseException as error:
@@ -93,7 +97,7 @@ class PolledHold:
                 await undo(self._give_back(self._pending, limit), error, name="withdrawing from a polled lock")
             raise
         self._task = task
-        holdings.add(task, self._key)
+        holdings.add(task, self._lock.key, self.label)
         self.fence = _next_fence()
         return self
 
@@ -102,7 +106,7 @@ class PolledHold:
     ) -> None:
         assert self._task is not None
         release = self._lock.handle.release.remote()
-        holdings.discard(self._task, self._key)
+        holdings.discard(self._task, self._lock.key)
         trouble = await finish(self._confirm(release), name="releasing a polled lock")
         if error is not None and trouble is not None:
             error.add_note(f"releasing {self._lock!r}: {trouble}")

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import ray
 
 from async_wsync import (
     AcquireTimeout,
@@ -17,10 +18,13 @@ from async_wsync import (
     EngineState,
     LeaseLost,
     PhaseTimeout,
+    PolledLock,
+    SelfDeadlock,
     TorchEngine,
     WeightBroadcaster,
 )
 from async_wsync.testing import Fault
+from async_wsync.testing.locks import BoolLockActor
 from async_wsync.types import BucketSpec, Call, UpdateSpec
 from tests.ray.fleet import (
     BUCKET_BYTES,
@@ -183,8 +187,9 @@ async def test_the_total_limit_ends_an_update_wherever_it_is(rig: Rig, lock: Bro
         assert await rig.serves("e0") or broadcaster.engine_states["e0"] is EngineState.TORN
         pauses = len([s for s in await rig.seen("e0") if s.verb == "pause"])
         async with lock.hold(label="somebody else", timeout=30):
+            update = asyncio.create_task(broadcaster.update_weights(a_source(1), version=rig.next_version()))
             with pytest.raises(PhaseTimeout, match=r"Timeouts\.total.*lock"):
-                await broadcaster.update_weights(a_source(1), version=rig.next_version())
+                await update
         assert len([s for s in await rig.seen("e0") if s.verb == "pause"]) == pauses
         assert await is_free(lock)
 
@@ -195,12 +200,44 @@ async def test_a_lock_that_is_not_granted_pauses_nobody(rig: Rig, lock: Broadcas
         await broadcaster.update_weights(a_source(1), version=rig.next_version())
         pauses = len([s for s in await rig.seen("e0") if s.verb == "pause"])
         async with lock.hold(label="a slow neighbour", timeout=30):
+            update = asyncio.create_task(broadcaster.update_weights(a_source(2), version=rig.next_version()))
             with pytest.raises(AcquireTimeout, match="a slow neighbour"):
-                await broadcaster.update_weights(a_source(2), version=rig.next_version())
+                await update
             assert await rig.serves("e0")
         assert len([s for s in await rig.seen("e0") if s.verb == "pause"]) == pauses
         assert bar.closed == ["done", "failed"]
         await heals(rig, broadcaster)
+
+
+@pytest.mark.parametrize("kind", ["own", "polled"])
+async def test_a_holder_who_would_wait_for_himself_is_told_at_once(rig: Rig, lock: BroadcastLock, kind: str) -> None:
+    mine = lock if kind == "own" else PolledLock(ray.remote(BoolLockActor).options(num_cpus=0).remote())
+    async with rig.broadcaster(["e0", "e1"], lock=mine) as broadcaster:
+        async with mine.hold(label="the trainer", timeout=30):
+            for work in (
+                broadcaster.update_weights(a_source(1), version=rig.next_version()),
+                broadcaster.connect(),
+                broadcaster.remove_engines(["e1"]),
+                broadcaster.aclose(),
+            ):
+                with pytest.raises(SelfDeadlock, match="the trainer"):
+                    async with asyncio.timeout(LIMITS.close / 2):
+                        await work
+        await heals(rig, broadcaster)  # none of it did anything
+
+
+async def test_what_a_holder_starts_and_does_not_wait_for_gets_the_lock_after_him(
+    rig: Rig, lock: BroadcastLock
+) -> None:
+    async with rig.broadcaster(["e0"], lock=lock) as broadcaster:
+        async with lock.hold(label="the trainer", timeout=30):
+            update = asyncio.create_task(broadcaster.update_weights(a_source(1), version=rig.next_version()))
+
+            async def waits() -> bool:
+                return bool((await lock.status(timeout=30))["waiters"])
+
+            await until(waits)
+        assert (await update).version == rig.version
 
 
 async def test_a_lease_lost_in_the_middle_ends_the_update_as_just_that(rig: Rig, lock: BroadcastLock) -> None:

@@ -184,7 +184,8 @@ async def test_an_engine_killed_with_a_bucket_on_its_way_is_named_at_once(rig: R
         assert await is_free(lock)
         # Nobody replaced it: the next update notices before it even asks for the lock.
         async with lock.hold(label="somebody else", timeout=30):
-            unreachable, _ = await failure_of(broadcaster.update_weights(a_source(2), version=rig.next_version()))
+            update = broadcaster.update_weights(a_source(2), version=rig.next_version())
+            unreachable, _ = await asyncio.create_task(failure_of(update))
         assert unreachable.phase == "hello"
         assert unreachable.at_fault == ("e1",)
         await broadcaster.replace_engine("e1", await rig.revive("e1"))
