@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from async_wsync.calls import EngineCalls
@@ -275,15 +276,13 @@ class Attempt:
         own = [e for e in engines if isinstance(e, HasOwnChecks)]
         notes = {e.name: "has no checksums to compare" for e in engines}
         if own:
-            call = self.call(self.settings.timeouts.end)
-            check = check_own(
+            notes |= await check_own(
                 own,
-                call,
+                partial(self._everyone, "verify", engines=own, field="end"),
                 against=against,
                 manifest=self.update.manifest,
-                first_rows=self.pump.first_rows,
+                first_rows=lambda names: self.calls.race(self.pump.first_rows(names)),
             )
-            notes |= await self.calls.race(check)
         for engine in engines:
             self.record(engine).notes.append(notes[engine.name])
 

@@ -136,12 +136,14 @@ class EngineCalls:
                 raise late(sent, field=field, limit=limit)
 
     async def race(self, work: Coroutine[Any, Any, T]) -> T:
-        """The outcome of something other than an engine call, or the interruption, which leaves it behind."""
+        """The outcome of something other than an engine call, or the interruption, which cancels it."""
         task = watched(work)
         waits: set[asyncio.Future[Any]] = {task, self.interrupt.future}
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            task.cancel()  # only where it is not done
         if not task.done():
-            task.cancel()
             assert self.interrupt.reason is not None
             raise self.interrupt.reason
         return task.result()

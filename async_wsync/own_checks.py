@@ -6,7 +6,7 @@ rows of each tensor with the source.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from async_wsync.errors import EngineFailed
@@ -32,9 +32,13 @@ class HasOwnChecks(Protocol):
     async def sample(self, call: Call, names: Sequence[str], *, rows: int = 1) -> dict[str, Any]: ...
 
 
+#: Makes one call of every engine, all at once; the answers by engine name.
+Ask = Callable[[Callable[[Any, Call], Coroutine[Any, Any, Any]]], Awaitable[Mapping[str, Any]]]
+
+
 async def check_own(
     engines: Sequence[HasOwnChecks],
-    call: Call,
+    ask: Ask,
     *,
     against: Literal["engines", "source"],
     manifest: Manifest,
@@ -45,19 +49,20 @@ async def check_own(
     ``first_rows(names)``: the source's first rows as nested lists, or None where it can't be read again.
     """
     if against == "engines":
-        return await _with_each_other(engines, call)
+        return _with_each_other(engines, await ask(lambda engine, call: engine.own_checksums(call)))
     names = _spread([meta.name for meta in manifest.params])
     rows = await first_rows(names)
     if rows is None:
         return {engine.name: "not verified: the source can't be read a second time" for engine in engines}
-    return {engine.name: await _with_source(engine, call, rows) for engine in engines}
+    samples = await ask(lambda engine, call: engine.sample(call, list(rows)))
+    return {engine.name: _with_source(engine.name, samples[engine.name], rows) for engine in engines}
 
 
-async def _with_each_other(engines: Sequence[HasOwnChecks], call: Call) -> dict[str, str]:
+def _with_each_other(engines: Sequence[HasOwnChecks], answers: Mapping[str, dict[str, str] | None]) -> dict[str, str]:
     notes: dict[str, str] = {}
     models: dict[tuple[type, int], tuple[str, dict[str, str]]] = {}  # the first of each kind that can be compared
     for engine in engines:
-        sums = await engine.own_checksums(call)
+        sums = answers[engine.name]
         if sums is None:
             notes[engine.name] = "not verified: it has no checksums"
             continue
@@ -72,11 +77,10 @@ async def _with_each_other(engines: Sequence[HasOwnChecks], call: Call) -> dict[
     return notes
 
 
-async def _with_source(engine: HasOwnChecks, call: Call, rows: Mapping[str, Any]) -> str:
-    held = await engine.sample(call, list(rows))
-    differing = [name for name, values in held.items() if not _close(rows[name], values)]
+def _with_source(name: str, held: Mapping[str, Any], rows: Mapping[str, Any]) -> str:
+    differing = [param for param, values in held.items() if not _close(rows[param], values)]
     if differing:
-        raise _differs(engine.name, differing, "the source")
+        raise _differs(name, differing, "the source")
     if not held:
         return "not verified: it gives no samples of its weights"
     return f"the first rows of {len(held)} tensors equal the source's, to bfloat16's precision"

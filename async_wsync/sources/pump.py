@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from itertools import takewhile
+from typing import Any, TypeVar
 
 import torch
 
 from async_wsync.core.buckets import plan_buckets, torch_dtype
 from async_wsync.errors import SourceError, WeightSyncError
 from async_wsync.runtime.threads import DaemonWorker, wait_done, wait_for
-from async_wsync.sources.stream import BucketStream, StagedBucket, wire_digest
+from async_wsync.sources.stream import BucketStream, StagedBucket, let_go, wire_digest
 from async_wsync.types import BucketSpec, Manifest, WeightSource, WireFormat
 
 __all__ = ["BucketStream", "SourcePump", "StagedBucket"]
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Named = tuple[str, torch.Tensor]
 
 
 class SourcePump:
@@ -48,6 +53,7 @@ class SourcePump:
         self._source_device: torch.device | None = None
         self._digests: dict[str, str] | None = {} if digests else None
         self._streams: list[BucketStream] = []
+        self._walks: dict[Future[Any], threading.Event] = {}
         self._owes_a_walk = False
 
     def __repr__(self) -> str:
@@ -116,9 +122,7 @@ class SourcePump:
         manifest = await self.manifest()
         digests = self._digests
         if digests is None or len(digests) < len(manifest.params):
-            for stream in self._streams:
-                stream.stop()
-            digests = await self._worker.run(self._walk_digests, manifest)
+            digests = await self._walk(partial(_digests, manifest))
         return {**digests, **{alias: digests[name] for alias, name in manifest.aliases}}
 
     async def first_rows(self, names: Sequence[str]) -> dict[str, Any] | None:
@@ -130,21 +134,24 @@ class SourcePump:
         manifest = await self.manifest()
         if getattr(self.source, "collective", False):
             return None
+        return await self._walk(partial(_first_rows, manifest, frozenset(names)))
+
+    async def _walk(self, read: Callable[[Iterable[Named]], T]) -> T:
+        """What ``read`` makes of the source's tensors. Ends early, in its thread too, once nobody waits for it."""
         for stream in self._streams:
             stream.stop()
-        return await self._worker.run(self._walk_rows, manifest, frozenset(names))
-
-    def _walk_rows(self, manifest: Manifest, names: frozenset[str]) -> dict[str, Any]:
-        dtypes = {meta.name: torch_dtype(meta.dtype) for meta in manifest.params}
-        return {
-            name: tensor.detach()[:1].to(dtypes[name]).float().tolist()
-            for name, tensor in self.source.tensors()
-            if name in names and tensor.dim() > 0
-        }
-
-    def _walk_digests(self, manifest: Manifest) -> dict[str, str]:
-        metas = {meta.name: meta for meta in manifest.params}
-        return {name: wire_digest(metas[name], tensor) for name, tensor in self.source.tensors()}
+        self._owes_a_walk = False
+        given_up = threading.Event()
+        job = self._worker.submit(_walk, self.source, read, given_up)
+        self._walks = {walk: event for walk, event in self._walks.items() if not walk.done()} | {job: given_up}
+        try:
+            return await wait_for(job)
+        except WeightSyncError:
+            raise
+        except Exception as error:
+            raise SourceError(f"the source failed when it was read again: {error!r}") from error
+        finally:
+            given_up.set()
 
     async def aclose(self, timeout: float = 10.0) -> None:
         """Stop, and wait up to ``timeout`` seconds for the source to let go; after that its thread is abandoned.
@@ -154,7 +161,10 @@ class SourcePump:
         """
         for stream in self._streams:
             stream.stop()
+        for given_up in self._walks.values():
+            given_up.set()
         jobs: list[Future[Any]] = [s.job for s in self._streams if s.job is not None and not s.job.done()]
+        jobs += [walk for walk in self._walks if not walk.done()]
         if self._owes_a_walk and not self._worker.closed:
             self._owes_a_walk = False
             jobs.append(self._worker.submit(_walk_to_the_end, self.source))
@@ -169,6 +179,34 @@ class SourcePump:
                 wait.cancel()
         if late:
             logger.warning("%r did not let go within %g s; its thread is abandoned", self.source, timeout)
+
+
+def _walk(source: WeightSource, read: Callable[[Iterable[Named]], T], given_up: threading.Event) -> T:
+    tensors = source.tensors()
+    try:
+        if getattr(source, "collective", False):
+            found = read(tensors)  # other ranks take part, to the end
+        else:
+            found = read(takewhile(lambda _: not given_up.is_set(), tensors))
+    finally:
+        let_go(tensors)
+    if given_up.is_set():
+        raise SourceError("nobody waits for this walk over the source any more")
+    return found
+
+
+def _digests(manifest: Manifest, tensors: Iterable[Named]) -> dict[str, str]:
+    metas = {meta.name: meta for meta in manifest.params}
+    return {name: wire_digest(metas[name], tensor) for name, tensor in tensors}
+
+
+def _first_rows(manifest: Manifest, names: frozenset[str], tensors: Iterable[Named]) -> dict[str, Any]:
+    dtypes = {meta.name: torch_dtype(meta.dtype) for meta in manifest.params}
+    return {
+        name: tensor.detach()[:1].to(dtypes[name]).float().tolist()
+        for name, tensor in tensors
+        if name in names and tensor.dim() > 0
+    }
 
 
 def _walk_to_the_end(source: WeightSource) -> None:

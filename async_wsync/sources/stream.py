@@ -16,7 +16,7 @@ from async_wsync.errors import SourceError, WeightSyncError
 from async_wsync.runtime.threads import DaemonWorker
 from async_wsync.types import BucketSpec, ParamMeta, WeightSource, WireFormat
 
-__all__ = ["BucketStream", "StagedBucket", "wire_digest"]
+__all__ = ["BucketStream", "StagedBucket", "let_go", "wire_digest"]
 
 
 @dataclass(eq=False, slots=True)
@@ -163,9 +163,7 @@ class _Walk:
             for _ in self._iterator():
                 pass
         tensors, self._tensors = self._tensors, None
-        close = getattr(tensors, "close", None)
-        if close is not None:
-            close()
+        let_go(tensors)
 
     def _iterator(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self._tensors is None:
@@ -185,6 +183,13 @@ class _Walk:
         if tensor.dtype != torch_dtype(meta.dtype) and not self._source.casts:
             raise SourceError(f"{name!r} is {dtype_name(tensor.dtype)}, its manifest says {meta.dtype}", param=name)
         return tensor
+
+
+def let_go(tensors: object) -> None:
+    """Close them if they are a generator: it may hold files, or a model."""
+    close = getattr(tensors, "close", None)
+    if close is not None:
+        close()
 
 
 def wire_digest(meta: ParamMeta, tensor: torch.Tensor) -> str:

@@ -9,8 +9,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -18,11 +22,15 @@ import pytest
 from async_wsync import (
     BroadcastLock,
     EngineState,
+    TorchEngine,
     UpdateFailed,
+    WeightBroadcaster,
 )
 from async_wsync.testing import Fault
+from async_wsync.types import Call
 from tests.conftest import ROOT, RayCluster
 from tests.ray.fleet import (
+    BUCKET_BYTES,
     LIMITS,
     NUM_BUCKETS,
     SOON,
@@ -31,6 +39,7 @@ from tests.ray.fleet import (
     a_model,
     a_source,
     failure_of,
+    has_fired,
     heals,
     is_free,
     until,
@@ -146,6 +155,71 @@ async def test_a_cancelled_caller_that_still_waits_for_the_lock_gets_away_at_onc
             assert [w["label"] for w in (await lock.status(timeout=30))["waiters"]] == []
         assert bar.closed == ["cancelled"]
         await heals(rig, broadcaster)
+
+
+class Peculiar(TorchEngine):
+    """Its checksums can only be compared with those of its like, as SGLang's."""
+
+    answered = False
+
+    async def checksums(self, call: Call) -> Any:
+        return None
+
+    async def own_checksums(self, call: Call) -> dict[str, str]:
+        sums = await super().checksums(call)
+        self.answered = True
+        return sums
+
+    async def sample(self, call: Call, names: Sequence[str], *, rows: int = 1) -> dict[str, Any]:
+        return {}
+
+
+@asynccontextmanager
+async def comparing(rig: Rig, *, drain: float) -> AsyncIterator[tuple[Peculiar, WeightBroadcaster, asyncio.Task[Any]]]:
+    """e0, the broadcaster, and an update that waits for the checksums of e0 and e1 and has just been cancelled."""
+    engines = [Peculiar(rig.handles[name], name=name) for name in ("e0", "e1")]
+    async with WeightBroadcaster(
+        engines,
+        lock=None,
+        bucket_bytes=BUCKET_BYTES,
+        timeouts=replace(LIMITS, drain=drain),
+        progress=False,
+        on_cancel="stop",
+    ) as broadcaster:
+        work = broadcaster.update_weights(a_source(3), version=rig.next_version(), verify="engines")
+        update = asyncio.create_task(work)
+        for name in ("e0", "e1"):
+            await until(partial(has_fired, rig, name))
+        update.cancel()
+        yield engines[0], broadcaster, update
+
+
+async def test_an_engine_that_still_compares_when_the_drain_is_over_is_quarantined(rig: Rig) -> None:
+    for name in ("e0", "e1"):
+        await rig.script(name, Fault(do="delay", at="checksums", seconds=0.1 if name == "e1" else 60))
+    async with comparing(rig, drain=2.0) as (slow, broadcaster, update):
+        with pytest.raises(asyncio.CancelledError) as cancelled:
+            await update
+        assert isinstance(failure := cancelled.value.__cause__, UpdateFailed)
+        assert not slow.answered
+        assert broadcaster.engine_states == {"e0": EngineState.LOST, "e1": EngineState.TORN}
+        assert "its verify call never settled" in str(failure.outcomes["e0"].error)
+        assert not update_tasks()
+
+
+async def test_an_engine_that_dies_while_they_compare_ends_the_update_after_the_others_answers(rig: Rig) -> None:
+    for name in ("e0", "e1"):
+        await rig.script(name, Fault(do="delay", at="checksums", seconds=3 if name == "e0" else 60))
+    async with comparing(rig, drain=LIMITS.drain) as (slow, broadcaster, update):
+        rig.kill("e1")
+        assert not slow.answered
+        with pytest.raises(asyncio.CancelledError) as cancelled:
+            await update
+        assert isinstance(failure := cancelled.value.__cause__, UpdateFailed)
+        assert (failure.phase, failure.at_fault) == ("checksums", ("e1",))
+        assert slow.answered
+        assert broadcaster.engine_states == {"e0": EngineState.TORN, "e1": EngineState.LOST}
+        assert not update_tasks()
 
 
 # --------------------------------------------------------------- closing

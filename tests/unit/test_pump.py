@@ -294,6 +294,46 @@ async def test_a_source_that_runs_collectives_is_walked_to_its_end_although_the_
     assert walked == ["w0", "w1", "w2"]
 
 
+@pytest.mark.parametrize("collective", [False, True])
+async def test_a_walk_that_nobody_waits_for_any_more_ends_early_unless_other_ranks_take_part(collective: bool) -> None:
+    walked: list[str] = []
+    reached, go_on = threading.Event(), threading.Event()
+
+    def make() -> Iterator[Named]:
+        try:
+            for name, tensor in MODEL.items():
+                walked.append(name)
+                if name == "w1":
+                    reached.set()
+                    go_on.wait(60)
+                yield name, tensor
+        finally:
+            walked.append("closed")
+
+    pump = SourcePump(IterableSource(make, manifest=manifest_of(MODEL), collective=collective))
+    digesting = asyncio.ensure_future(pump.digests())
+    await until(reached.is_set)
+    digesting.cancel()
+    await asyncio.wait([digesting])
+    closing = asyncio.ensure_future(pump.aclose())
+    go_on.set()
+    await closing
+    assert walked == (["w0", "w1", "w2", "closed"] if collective else ["w0", "w1", "closed"])
+    assert digesting.cancelled()
+
+
+async def test_a_source_that_fails_when_it_is_read_again_says_so() -> None:
+    def make() -> Iterator[Named]:
+        yield "w0", MODEL["w0"]
+        raise OSError("the disk is gone")
+
+    pump = SourcePump(IterableSource(make, manifest=manifest_of(MODEL)))
+    for read in (pump.digests(), pump.first_rows(["w0"])):
+        with pytest.raises(SourceError, match="the disk is gone"):
+            await read
+    await pump.aclose()
+
+
 async def test_an_empty_source_gives_no_bucket() -> None:
     pump = SourcePump(StateDictSource({}))
     assert [staged async for staged in pump.buckets(await plan(pump), PACKED)] == []
