@@ -14,6 +14,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Coroutine
+from contextlib import closing
 from types import TracebackType
 from typing import Any
 
@@ -21,6 +22,7 @@ from async_wsync.core.lock_claim import Again, ClaimView, Held, Retry
 from async_wsync.core.lock_state import Granted, Released, Waiting, Withdrawn
 from async_wsync.core.lock_wire import pack_poll, unpack
 from async_wsync.errors import AcquireTimeout, LeaseLost, LockError, SelfDeadlock
+from async_wsync.lock_bell import Bell
 from async_wsync.lock_heart import Heart
 from async_wsync.lock_link import LockLink
 from async_wsync.lock_text import describe_wait
@@ -150,7 +152,8 @@ class Hold:
         self._cancelling = task.cancelling()
         try:
             await self._link.ready(max(self._timeout, POLL_TIMEOUT))
-            await self._win()
+            with closing(Bell(self._link.host)) as bell:
+                await self._win(bell)
         except BaseException as error:
             if self._polled:
                 # Submitted before the next await: whatever happens now, the lock will not stay with us.
@@ -163,11 +166,11 @@ class Hold:
         self._heart = Heart(self._link, self._view, self._lose)
         return self
 
-    async def _win(self) -> None:
+    async def _win(self, bell: Bell) -> None:
         started = warned = time.monotonic()
         deadline = started + self._timeout
         while True:
-            step = await self._poll(max(LAST_POLL, deadline - time.monotonic()))
+            step = await self._poll(bell, max(LAST_POLL, deadline - time.monotonic()))
             if isinstance(step, Held):
                 return
             if isinstance(step, Again):
@@ -184,14 +187,15 @@ class Hold:
             if now - warned >= self._warn_interval:
                 warned = now
                 logger.warning("%s", describe_wait(self._link.name, now - started, self._last_waiting))
-            await asyncio.sleep(step.delay)
+            await bell.wait(step.delay)
 
-    async def _poll(self, limit: float) -> Held | Retry | Again:
+    async def _poll(self, bell: Bell, limit: float) -> Held | Retry | Again:
         view = self._view
         sent = time.monotonic()
         self._polled = True
         try:
-            poll = pack_poll(view.claim, self._link.who(self.label), self._ttl, _fences_seen.get(self._key, 0))
+            seen = _fences_seen.get(self._key, 0)
+            poll = pack_poll(view.claim, self._link.who(self.label), self._ttl, seen, bell.address)
             *packed, known = await self._link.ask("acquire", poll, timeout=min(limit, POLL_TIMEOUT))
         except (TimeoutError, RemoteDied) as error:
             logger.debug("lock %r: no answer to a poll: %s", self._link.name, error)

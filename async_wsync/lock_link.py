@@ -70,6 +70,12 @@ class LockLink:
         assert self._identity is not None
         return self._identity.card.client
 
+    @property
+    def host(self) -> str:
+        """The address of this process's node."""
+        assert self._identity is not None
+        return self._identity.host
+
     def who(self, label: str) -> Who:
         me = self._identity
         assert me is not None

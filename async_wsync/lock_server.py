@@ -14,6 +14,7 @@ from typing import Any
 
 from async_wsync.core.lock_state import LockState, Released
 from async_wsync.core.lock_wire import pack, unpack_poll
+from async_wsync.lock_bell import ring
 from async_wsync.lock_watch import ClientCard, Obituaries
 
 __all__ = ["LockServer"]
@@ -39,30 +40,38 @@ class LockServer:
             last_now=now,
         )
         self._obituaries = Obituaries(pidfds=pidfds, memory=2 * ttl + 60.0)
+        self._rung: tuple[str, tuple[str, int]] | None = None  # who was told last: once for each turn
 
     def acquire(self, poll: list[Any]) -> list[Any]:
         """One packed poll; answers with the packed reply, and whether the client is watched (else it calls `watch`)."""
-        claim, who, ttl, fence_seen = unpack_poll(poll)
+        claim, who, ttl, fence_seen, bell = unpack_poll(poll)
         now = self._bury()
         self._obituaries.heard(who.client)
         reply = self._state.acquire(
-            claim, now=now, wall_ms=time.time_ns() // 1_000_000, who=who, ttl=ttl, fence_seen=fence_seen
+            claim, now=now, wall_ms=time.time_ns() // 1_000_000, who=who, ttl=ttl, fence_seen=fence_seen, bell=bell
         )
+        self._ring(now)
         return [*pack(reply), self._obituaries.knows(who.client)]
 
     def heartbeat(self, claim: str, client: str, stage: str | None, fence: int) -> list[Any]:
         now = self._bury()
         self._obituaries.heard(client)
         reply = self._state.heartbeat(claim, now=now, stage=stage, fence=fence)
+        self._ring(now)
         return [*pack(reply), self._obituaries.knows(client)]
 
     def release(self, claim: str) -> Released:
-        return self._state.release(claim, now=self._bury())
+        now = self._bury()
+        found = self._state.release(claim, now=now)
+        self._ring(now)
+        return found
 
     def revoke(self, claim: str) -> bool:
         """Take the lock from a claim, dead or alive; True if it held."""
         now = self._bury()
-        return self._state.revoke(claim, now=now, why="revoked by hand")
+        held = self._state.revoke(claim, now=now, why="revoked by hand")
+        self._ring(now)
+        return held
 
     def watch(self, card: ClientCard, refs: list[Any], beacon: Any = None) -> None:
         """Notice this client's death from here on. ``refs``: at most one reference, owned by the client."""
@@ -74,6 +83,13 @@ class LockServer:
         if self._state.holder is not None:
             status["holder"]["watched_by"] = self._obituaries.how(self._state.holder.who.client)
         return {"name": self._name, "server_pid": os.getpid(), "restarted": self._restarted, **status}
+
+    def _ring(self, now: float) -> None:
+        """Tell the waiter whose turn it now is."""
+        waiter = self._state.to_ring(now)
+        if waiter is not None and waiter != self._rung:
+            ring(waiter[1])
+        self._rung = waiter
 
     def _bury(self) -> float:
         """Act on the deaths that the watchers saw; returns now."""

@@ -51,9 +51,9 @@ class TimedHold(Hold):
     first_sent = 0.0
     first_answered = 0.0
 
-    async def _poll(self, limit: float) -> Any:
+    async def _poll(self, bell: Any, limit: float) -> Any:
         sent = time.monotonic()
-        step = await super()._poll(limit)
+        step = await super()._poll(bell, limit)
         if not self.first_answered and self._heard:
             self.first_sent, self.first_answered = sent, time.monotonic()
         return step

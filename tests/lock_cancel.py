@@ -1,13 +1,19 @@
-"""Cancelling a coroutine when it, or a task that it started, suspends for the k-th time."""
+"""Cancelling a coroutine when it, or a task that it started, suspends for the k-th time; and holds of a lock, so."""
 
 from __future__ import annotations
 
 import asyncio
+import random
+import time
+import uuid
 from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass
 from typing import Any
 
 import anyio
+import pytest
+
+from async_wsync.lock import BroadcastLock
 
 KINDS = ("native", "anyio", "timeout", "sibling")
 
@@ -123,3 +129,85 @@ async def cancel_at(make: Callable[[], Coroutine[Any, Any, Any]], *, at: int, ki
         ended = task.result()
     groups_own = 1 if kind == "sibling" and ended == "ExceptionGroup" else 0
     return Outcome(attack.count >= at, ended, attack.task.cancelling() - attack.sent - groups_own)
+
+
+#: What the lock promises is 100 ms; a busy machine may add to that.
+FREE_WITHIN = 2.0
+
+
+def new_lock(**options: Any) -> BroadcastLock:
+    return BroadcastLock.create(name=f"cancel-{uuid.uuid4().hex[:8]}", **options)
+
+
+async def until_free(lock: BroadcastLock) -> float:
+    """Seconds until nobody holds and nobody waits."""
+    started = time.monotonic()
+    while time.monotonic() < started + FREE_WITHIN:
+        status = await lock.status()
+        if not status["held"] and not status["waiters"]:
+            return time.monotonic() - started
+        await asyncio.sleep(0.002)
+    pytest.fail(f"left held or queued: {status}")
+
+
+async def use_shortly(lock: BroadcastLock) -> None:
+    async with lock.hold(label="victim") as held:
+        held.set_stage("working")
+        await asyncio.sleep(0.001)
+
+
+async def every_case(
+    lock: BroadcastLock,
+    make: Any,
+    *,
+    kinds: Any = KINDS,
+    cancels: Any = (1, 2, 3),
+    seconds: list[float] | None = None,
+) -> int:
+    """Cancel at every await, in every way; returns how many cases fired. ``seconds`` takes how long after each of
+    them the lock was free."""
+    fired = 0
+    for kind in kinds:
+        for times in cancels:
+            for at in range(1, 200):
+                outcome = await cancel_at(make, at=at, kind=kind, times=times)
+                free_after = await until_free(lock)
+                if seconds is not None:
+                    seconds.append(free_after)
+                if not outcome.fired:
+                    assert outcome.ended == "returned"
+                    break
+                fired += 1
+                assert outcome.unbalanced == 0, (kind, times, at, outcome)
+                wanted = {"cancelled", "returned"}
+                if times == 1:
+                    wanted = {
+                        "native": {"cancelled"},
+                        "anyio": {"scope"},
+                        "timeout": {"timeout"},
+                        "sibling": {"ExceptionGroup"},
+                    }[kind] | {"returned"}
+                elif kind != "native":
+                    wanted |= {"scope", "timeout", "ExceptionGroup"}
+                assert outcome.ended in wanted, (kind, times, at, outcome)
+    return fired
+
+
+async def storm(lock: Any, tries: int, free: Any, *, longest: float = 0.012) -> int:
+    """Cancel ``tries`` holds at random instants; returns how many were cancelled."""
+    rng = random.Random(7)
+    cancelled = 0
+
+    async def hold() -> None:
+        async with lock.hold(label="victim", timeout=20.0):
+            await asyncio.sleep(rng.uniform(0, 0.002))
+
+    for _ in range(tries // 2):
+        tasks = [asyncio.create_task(hold()) for _ in range(2)]
+        for task in tasks:
+            await asyncio.sleep(rng.uniform(0, longest / 2))
+            task.cancel()
+        await asyncio.wait(tasks)
+        cancelled += sum(task.cancelled() for task in tasks)
+    await free()
+    return cancelled

@@ -22,6 +22,7 @@ LAYERS = (
         "lock",
         "lock_adopt",
         "lock_client",
+        "lock_bell",
         "lock_heart",
         "lock_hold",
         "lock_link",

@@ -24,6 +24,9 @@ CAP_DELAY = 0.25
 FIRST_DELAY = 0.003
 PATIENCE = 1 / 20
 PATIENCE_CAP = 0.05
+#: A waiter with a bell is told of its turn, so that its polls only keep its place, and make up for a lost datagram.
+BELL_FIRST_DELAY = 0.02
+BELL_DELAY = 0.1
 #: The weight of the newest hold in the length that is expected of the next.
 NEWEST = 0.3
 #: Tombstones outlive any message that is still on its way.
@@ -109,6 +112,7 @@ class _Waiter:
     who: Who
     since: float
     last_poll: float
+    bell: tuple[str, int] | None = None
 
 
 @dataclass(slots=True)
@@ -142,10 +146,12 @@ class LockState:
         ttl: float | None = None,
         fence_seen: int = 0,
         unbounded: bool = False,
+        bell: tuple[str, int] | None = None,
     ) -> Granted | Waiting | Withdrawn:
         """Poll. The first poll queues, later ones keep the place; polling a held claim renews its lease.
 
         ``unbounded``: let ``ttl`` be longer than the lock's own, for holders that cannot send heartbeats.
+        ``bell``: where the waiter is told that it is its turn, see `to_ring`.
         """
         self._tick(now)
         self._see(fence_seen)
@@ -159,11 +165,11 @@ class LockState:
         waiter = self.waiters.get(claim)
         if waiter is None:
             waiter = self.waiters[claim] = _Waiter(claim=claim, who=who, since=now, last_poll=now)
-        waiter.last_poll = now
+        waiter.last_poll, waiter.bell = now, bell
         if self.holder is None and now >= self.quarantine_until and next(iter(self.waiters)) == claim:
             lease = self.ttl if ttl is None else ttl
             return self._grant(waiter, now, wall_ms, lease if unbounded else min(lease, self.ttl))
-        return self._waiting(claim, now)
+        return self._waiting(waiter, now)
 
     def heartbeat(self, claim: str, *, now: float, stage: str | None = None, fence: int = 0) -> Renewed | LeaseOver:
         """Renew the lease of the holder, who tells what it is doing. A lapsed lease is never revived."""
@@ -238,6 +244,13 @@ class LockState:
             ],
         }
 
+    def to_ring(self, now: float) -> tuple[str, tuple[str, int]] | None:
+        """The claim that would be granted if it polled now, and its bell, if it has one."""
+        if self.holder is not None or now < self.quarantine_until or not self.waiters:
+            return None
+        first = next(iter(self.waiters.values()))
+        return None if first.bell is None else (first.claim, first.bell)
+
     def active_clients(self) -> set[str]:
         """The processes that hold or wait: those worth watching."""
         clients = {w.who.client for w in self.waiters.values()}
@@ -301,11 +314,14 @@ class LockState:
     def _note(self, now: float, what: str, claim: str, label: str, fence: int = 0) -> None:
         self.transitions.append((now, what, claim, label, fence))
 
-    def _waiting(self, claim: str, now: float) -> Waiting:
-        position = list(self.waiters).index(claim)
+    def _waiting(self, waiter: _Waiter, now: float) -> Waiting:
+        position = list(self.waiters).index(waiter.claim)
+        delay = self._delay(position, now)
+        if waiter.bell is not None:
+            delay = max(delay, BELL_DELAY if position else BELL_FIRST_DELAY)
         return Waiting(
             position=position,
-            retry_after=min(CAP_DELAY, self._delay(position, now)),
+            retry_after=min(CAP_DELAY, delay),
             holder=self._describe_holder(now),
             quarantine_left=max(0.0, self.quarantine_until - now),
         )

@@ -11,13 +11,13 @@ __all__ = ["Reply", "pack", "pack_poll", "unpack", "unpack_poll"]
 Reply = Granted | Waiting | Withdrawn | Renewed | LeaseOver
 
 
-def pack_poll(claim: str, who: Who, ttl: float | None, fence_seen: int) -> list[Any]:
-    return [claim, ttl, fence_seen, who.label, who.host, who.pid, who.actor_id, who.client]
+def pack_poll(claim: str, who: Who, ttl: float | None, fence_seen: int, bell: tuple[str, int] | None) -> list[Any]:
+    return [claim, ttl, fence_seen, bell, who.label, who.host, who.pid, who.actor_id, who.client]
 
 
-def unpack_poll(poll: list[Any]) -> tuple[str, Who, float | None, int]:
-    claim, ttl, fence_seen, label, host, pid, actor_id, client = poll
-    return claim, Who(label=label, host=host, pid=pid, actor_id=actor_id, client=client), ttl, fence_seen
+def unpack_poll(poll: list[Any]) -> tuple[str, Who, float | None, int, tuple[str, int] | None]:
+    claim, ttl, fence_seen, bell, label, host, pid, actor_id, client = poll
+    return claim, Who(label=label, host=host, pid=pid, actor_id=actor_id, client=client), ttl, fence_seen, bell
 
 
 def pack(reply: Reply) -> list[Any]:

@@ -279,3 +279,42 @@ def test_delays_stay_within_their_bounds() -> None:
     assert full_jitter(1, 1.0) == 0.02
     assert full_jitter(3, 0.5) == 0.04
     assert full_jitter(1000, 1.0) == 1.0
+
+
+# ------------------------------------------------------------------------------ who is told of its turn
+
+
+BELL = ("192.0.2.7", 4711)
+
+
+def test_the_bell_of_the_first_waiter_is_to_ring_once_the_lock_is_free(lock: Driver) -> None:
+    lock.poll("a")
+    lock.poll("b", bell=BELL)
+    lock.poll("c", bell=("192.0.2.8", 1))
+    assert lock.state.to_ring(lock.now) is None
+    lock.release("a")
+    assert lock.state.to_ring(lock.now) == ("b", BELL)
+    lock.poll("b", bell=BELL)
+    assert lock.state.to_ring(lock.now) is None
+
+
+def test_no_bell_rings_for_nobody_in_quarantine_or_for_a_first_waiter_without_one() -> None:
+    lock = Driver(quarantine_until=110.0)
+    assert lock.state.to_ring(lock.now) is None
+    lock.poll("a", bell=BELL)
+    assert lock.state.to_ring(lock.now) is None
+    lock.now = 110.0
+    assert lock.state.to_ring(lock.now) == ("a", BELL)
+    lock.poll("a")
+    lock.poll("b")
+    lock.poll("c", bell=BELL)
+    lock.release("a")
+    assert lock.state.to_ring(lock.now) is None
+
+
+def test_a_waiter_with_a_bell_polls_only_to_keep_its_place(lock: Driver) -> None:
+    lock.poll("a")
+    assert lock.poll("b", bell=BELL).retry_after == 0.02
+    assert lock.poll("c", bell=BELL).retry_after == 0.1
+    lock.now += 10
+    assert lock.poll("b", bell=BELL).retry_after <= 0.05
