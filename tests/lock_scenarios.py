@@ -19,7 +19,7 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import ray
 
@@ -32,6 +32,8 @@ from tests.lock_actors import FenceEngine, Source, overlaps, stale_buckets
 @dataclass
 class Figures:
     """What a scenario measured; ``seconds`` are the waits that its promise is about."""
+
+    COLUMNS: ClassVar[str] = "| fault | times | seconds | what came of it |"
 
     what: str
     repeats: int = 0

@@ -11,7 +11,7 @@ import sys
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from async_wsync import BroadcastLock, EngineDied, EngineState, ModuleSource, Timeouts, UpdateFailed, WeightBroadcaster
 from async_wsync.sources.stream import StagedBucket
@@ -39,6 +39,8 @@ asyncio.run(main())
 class Figures:
     """What a sweep measured. ``gap`` and ``control_gap``: the longest of this loop, and of an idle process's, in s."""
 
+    COLUMNS: ClassVar[str] = "| fault | runs | hit | wrong | slowest | loop gap | an idle process's |"
+
     what: str
     runs: int = 0
     fired: int = 0
@@ -50,6 +52,12 @@ class Figures:
     def check(self, right: bool, what: str) -> None:
         if not right:
             self.wrong.append(what)
+
+    def row(self) -> str:
+        return (
+            f"| {self.what} | {self.runs} | {self.fired} | {len(self.wrong)} | {self.slowest:.2f} s "
+            f"| {self.gap * 1e3:.0f} ms | {self.control_gap * 1e3:.0f} ms |"
+        )
 
     def line(self) -> str:
         verdict = "all right" if not self.wrong else f"{len(self.wrong)} WRONG"

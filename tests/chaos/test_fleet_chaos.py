@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from tests import fleet_netns, lock_netns
+from tests.chaos.conftest import Report
 from tests.conftest import RayCluster
 from tests.fleet_scenarios import drop_sweep, opposite_orders, random_chaos, replace_many, source_kill_sweep
 from tests.lock_scenarios import Figures
-
-Report = Callable[[Figures], None]
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1500)]
 

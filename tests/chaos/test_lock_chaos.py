@@ -2,66 +2,70 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 
 from tests import lock_netns
+from tests.chaos.conftest import SLACK, Report
+from tests.lock_cancel import every_case, new_lock, storm, until_free, use_shortly
 from tests.lock_scenarios import Figures, contention, kill_holders, kill_server, percentile, stop_holders
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1500)]
 
 TTL = 1.5
-#: A busy machine may take so many times longer than the promise before a test fails; the table shows what it took.
-SLACK = float(os.environ.get("WSYNC_CHAOS_SLACK", "1.0"))
 WHY_NOT = lock_netns.cannot()
 
-_table: list[Figures] = []
 
-
-@pytest.fixture(scope="module", autouse=True)
-def table(request: pytest.FixtureRequest) -> Iterator[None]:
-    yield
-    lines = ["", "| fault | times | until the next grant | what came of it |", "|---|---|---|---|"]
-    lines += [figures.row() for figures in _table]
-    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
-    for line in lines:
-        reporter.write_line(line)
-
-
-def note(figures: Figures) -> Figures:
-    _table.append(figures)
-    return figures
-
-
-async def test_sixteen_processes_take_turns(ray_cluster: Any) -> None:
-    figures = note(await contention(16, 250))
+async def test_sixteen_processes_take_turns(ray_cluster: Any, report_figures: Report) -> None:
+    figures = await contention(16, 250)
+    report_figures(figures)
     assert figures.repeats == 4000
     assert set(figures.facts.values()) == {0}
     assert figures.p(0.99) <= 0.050 * SLACK
     assert figures.p(0.5) <= 0.010 * SLACK
 
 
+async def test_a_hold_is_cancelled_at_every_await(ray_cluster: Any, report_figures: Report) -> None:
+    lock, figures = new_lock(), Figures("cancel at every await of a hold")
+    report_figures(figures)
+    await lock.status()
+    figures.repeats = await every_case(lock, partial(use_shortly, lock), seconds=figures.seconds)
+    assert figures.repeats >= 4 * 3 * 3
+    assert max(figures.seconds) <= 0.1 * SLACK
+
+
+async def test_three_thousand_holds_are_cancelled_at_random_instants(ray_cluster: Any, report_figures: Report) -> None:
+    lock, figures = new_lock(ttl=600.0), Figures("cancel at a random instant", repeats=3000)
+    report_figures(figures)
+    await lock.status()
+    figures.facts["cancelled"] = await storm(lock, 3000, lambda: until_free(lock))
+    figures.seconds.append(await until_free(lock))
+    assert figures.facts["cancelled"] > 1000
+
+
 @pytest.mark.parametrize(("way", "limit"), [("pid", 0.2), ("ref", 2.5), ("beacon", 0.2)])
-async def test_a_hundred_holders_are_killed(ray_cluster: Any, way: str, limit: float) -> None:
-    figures = note(await kill_holders(ray_cluster, 80, 20, way=way))
+async def test_a_hundred_holders_are_killed(ray_cluster: Any, way: str, limit: float, report_figures: Report) -> None:
+    figures = await kill_holders(ray_cluster, 80, 20, way=way)
+    report_figures(figures)
     assert figures.facts["stale buckets applied"] == 0
     assert figures.facts["struck a holder"] > 50
     assert figures.p(0.99) <= limit * SLACK
 
 
-async def test_twenty_holders_are_stopped_past_their_lease(ray_cluster: Any) -> None:
-    figures = note(await stop_holders(20, ttl=TTL))
+async def test_twenty_holders_are_stopped_past_their_lease(ray_cluster: Any, report_figures: Report) -> None:
+    figures = await stop_holders(20, ttl=TTL)
+    report_figures(figures)
     assert figures.facts["stale buckets applied"] == 0
     assert figures.facts["holders told LeaseLost"] == 20
     assert figures.facts["late buckets refused"] == 20
     assert max(figures.seconds) <= (TTL + 1.0) * SLACK
 
 
-async def test_the_lock_server_is_killed_thirty_times(ray_cluster: Any) -> None:
-    figures = note(await kill_server(30, ttl=TTL))
+async def test_the_lock_server_is_killed_thirty_times(ray_cluster: Any, report_figures: Report) -> None:
+    figures = await kill_server(30, ttl=TTL)
+    report_figures(figures)
     assert figures.facts["overlaps (times)"] == 0
     assert figures.facts["stale buckets applied"] == 0
     assert figures.facts["fences fell"] == 0
@@ -69,11 +73,12 @@ async def test_the_lock_server_is_killed_thirty_times(ray_cluster: Any) -> None:
 
 
 @pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
-def test_the_link_between_two_nodes_is_cut_five_times_either_way() -> None:
+def test_the_link_between_two_nodes_is_cut_five_times_either_way(report_figures: Report) -> None:
     rows = lock_netns.run(5, timeout=1200.0)
     for case in ("holder cut", "server cut"):
         mine = [row for row in rows if row["case"] == case]
-        figures = note(Figures(f"network cut, {case}", repeats=len(mine), seconds=[row["lapse"] for row in mine]))
+        figures = Figures(f"network cut, {case}", repeats=len(mine), seconds=[row["lapse"] for row in mine])
+        report_figures(figures)
         figures.facts = {
             "stale buckets applied": sum(row["stale"] for row in mine),
             "holders told LeaseLost": sum(row["told"] == "LeaseLost" for row in mine),

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,55 +16,45 @@ import ray
 
 from async_wsync import BroadcastLock, EngineDied, ModuleSource, TorchEngine, WeightBroadcaster
 from async_wsync.testing import Fault, cancel_at_every_await, start_engine
+from tests.chaos.conftest import SLACK, Report
 from tests.conftest import RayCluster
 from tests.ray.fleet import LIMITS, NAMES, Rig, a_large_model, a_model, a_source, call, failure_of, update_tasks
 from tests.sweeps import STOP_BOUND, Figures, cancel_sweep, fault_sweep, measured_gaps
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1700)]
 
-#: A busy machine may take so many times longer than the promise before a test fails; the table shows what it took.
-SLACK = float(os.environ.get("WSYNC_CHAOS_SLACK", "1.0"))
 #: Takes only every so manieth point of a sweep, for a quick look.
 STRIDE = int(os.environ.get("WSYNC_CHAOS_STRIDE", "1"))
 LOOP_GAP = 0.020
 
-_table: list[Figures] = []
+
+Judge = Callable[[Figures], None]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def table(request: pytest.FixtureRequest) -> Iterator[None]:
-    yield
-    lines = [
-        "",
-        "| fault | runs | hit | wrong | slowest | loop gap | an idle process's |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {f.what} | {f.runs} | {f.fired} | {len(f.wrong)} | {f.slowest:.2f} s | {f.gap * 1e3:.0f} ms "
-        f"| {f.control_gap * 1e3:.0f} ms |"
-        for f in _table
-    ]
-    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
-    for line in lines:
-        reporter.write_line(line)
-
-
-def judge(figures: Figures) -> None:
+@pytest.fixture
+def judge(report_figures: Report) -> Judge:
     """Nothing wrong, and no gap that the machine itself does not explain."""
-    _table.append(figures)
-    assert not figures.wrong, "\n".join(figures.wrong[:20])
-    assert figures.gap <= (LOOP_GAP + 2 * figures.control_gap) * SLACK
+
+    def judge(figures: Figures) -> None:
+        report_figures(figures)
+        assert not figures.wrong, "\n".join(figures.wrong[:20])
+        assert figures.gap <= max(LOOP_GAP, 2 * figures.control_gap) * SLACK
+
+    return judge
 
 
 @pytest.mark.parametrize("on_cancel", ["finish", "stop"])
 @pytest.mark.parametrize("kind", ["once", "twice", "anyio", "timeout"])
-async def test_an_update_is_cancelled_at_every_await(rig: Rig, lock: BroadcastLock, kind: Any, on_cancel: Any) -> None:
+async def test_an_update_is_cancelled_at_every_await(
+    rig: Rig, lock: BroadcastLock, kind: Any, on_cancel: Any, judge: Judge
+) -> None:
     at = None if STRIDE == 1 else range(1, 2000, STRIDE)
-    judge(await cancel_sweep(rig, lock, kinds=[kind], on_cancel=on_cancel, at=at))
-    assert _table[-1].fired >= 50 / STRIDE
+    figures = await cancel_sweep(rig, lock, kinds=[kind], on_cancel=on_cancel, at=at)
+    judge(figures)
+    assert figures.fired >= 50 / STRIDE
 
 
-async def test_connecting_and_closing_are_cancelled_at_every_await(rig: Rig, lock: BroadcastLock) -> None:
+async def test_connecting_and_closing_are_cancelled_at_every_await(rig: Rig, lock: BroadcastLock, judge: Judge) -> None:
     figures = Figures("cancel a connect, an update and a close")
     source = ModuleSource(a_model(1))
 
@@ -89,7 +79,7 @@ async def test_connecting_and_closing_are_cancelled_at_every_await(rig: Rig, loc
 
 
 @pytest.mark.parametrize("victim", NAMES)
-async def test_an_engine_is_killed_at_every_event(rig: Rig, lock: BroadcastLock, victim: str) -> None:
+async def test_an_engine_is_killed_at_every_event(rig: Rig, lock: BroadcastLock, victim: str, judge: Judge) -> None:
     at = None if STRIDE == 1 else range(1, 40, STRIDE)
     figures = await fault_sweep(rig, lock, victims=[victim], at=at, soon=1.0 * SLACK)
     figures.what += f" of {victim} at every event"
@@ -97,14 +87,16 @@ async def test_an_engine_is_killed_at_every_event(rig: Rig, lock: BroadcastLock,
 
 
 @pytest.mark.parametrize("victim", NAMES)
-async def test_an_engine_is_stopped_at_every_event(rig: Rig, lock: BroadcastLock, victim: str) -> None:
+async def test_an_engine_is_stopped_at_every_event(rig: Rig, lock: BroadcastLock, victim: str, judge: Judge) -> None:
     at = None if STRIDE == 1 else range(1, 40, STRIDE)
     figures = await fault_sweep(rig, lock, number=signal.SIGSTOP, victims=[victim], at=at, soon=STOP_BOUND * SLACK)
     figures.what += f" of {victim} at every event"
     judge(figures)
 
 
-async def test_an_engines_own_error_precedes_a_group_timeout_of_twenty_seconds(rig: Rig, lock: BroadcastLock) -> None:
+async def test_an_engines_own_error_precedes_a_group_timeout_of_twenty_seconds(
+    rig: Rig, lock: BroadcastLock, judge: Judge
+) -> None:
     figures = Figures("engine error before the collective")
     source = a_source(1)
     async with (
@@ -128,7 +120,7 @@ async def test_an_engines_own_error_precedes_a_group_timeout_of_twenty_seconds(r
     assert figures.slowest <= 1.0 * SLACK
 
 
-async def test_an_engine_is_killed_in_the_middle_of_a_large_bucket(ray_cluster: RayCluster) -> None:
+async def test_an_engine_is_killed_in_the_middle_of_a_large_bucket(ray_cluster: RayCluster, judge: Judge) -> None:
     figures = Figures("kill -9 in the middle of 64 MB")
     source, handles = ModuleSource(a_large_model(1)), [start_engine(a_large_model) for _ in range(2)]
     pids = [await call(handle.pid.remote()) for handle in handles]
@@ -180,7 +172,7 @@ def resources(pid: int) -> tuple[int, int]:
 
 
 async def test_thirty_connects_and_closes_leave_descriptors_and_threads_as_they_were(
-    rig: Rig, lock: BroadcastLock
+    rig: Rig, lock: BroadcastLock, judge: Judge
 ) -> None:
     figures = Figures("30 x connect, update, close")
     source = a_source(1)
