@@ -32,7 +32,7 @@ from async_wsync.engines import vllm_wire as wire
 from async_wsync.engines.ledger import Part, Session, WeightLedger
 from async_wsync.engines.seat import GroupSeat
 from async_wsync.engines.vllm_seats import Outcomes, Seats
-from async_wsync.errors import EngineFailed, StaleFence
+from async_wsync.errors import EngineBusy, EngineFailed, StaleFence
 from async_wsync.types import BucketSpec, Call, EngineState, Manifest, ParamMeta, UpdateSpec, WireFormat
 
 __all__ = ["Loader", "VLLMReceiver"]
@@ -40,6 +40,8 @@ __all__ = ["Loader", "VLLMReceiver"]
 logger = logging.getLogger("async_wsync.vllm")
 
 _LONG = frozenset({"join", "receive", "leave", "abort"})
+_NO_LOCK = 0
+"""The fence of a caller that only asks, such as a dry run; those of locks begin at 1."""
 
 
 class Loader(Protocol):
@@ -162,7 +164,7 @@ class VLLMReceiver:
         return self._reply(failure=failure)
 
     def _admit(self, verb: str, call: Call, request: Mapping[str, Any]) -> None:
-        if verb in ("hello", "status"):
+        if verb in ("hello", "status") or (verb == "check" and call.fence == _NO_LOCK):
             return
         with self._changed:
             seat = self._seats.get(request["group"]) if verb in ("leave", "abort") else None
@@ -207,11 +209,19 @@ class VLLMReceiver:
         if sent and sent != list(update.manifest.params):
             raise EngineFailed("the buckets do not hold the manifest's tensors in the manifest's order")
         key = f"{update.manifest.fingerprint()} {update.strict}"
+        if call.fence == _NO_LOCK:
+            return asdict(self._check_only(update))
         if self._checked is None or self._checked.key != key:
             self._drop_stale()
             findings = self._loader.inspect(update.manifest, strict=update.strict)
             self._checked = _Checked(key, findings, frozenset(update.manifest.params))
         return asdict(self._checked.findings)
+
+    def _check_only(self, update: UpdateSpec) -> wire.Findings:
+        """For a caller without the lock. Another's update may be between its check and its end, and is left alone."""
+        if self._loading:
+            raise EngineBusy("an update is open, or was left open: ask again later, or send one that closes it")
+        return self._loader.inspect(update.manifest, strict=update.strict)
 
     def _drop_stale(self) -> None:
         """Whoever may check has the lock: an update that is open now was left open by a source that is gone."""

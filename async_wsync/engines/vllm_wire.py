@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from async_wsync.engines.replies import looks_collective
-from async_wsync.errors import BroadcastFailed, EngineFailed, EngineRejected, StaleCall
+from async_wsync.errors import BroadcastFailed, EngineBusy, EngineFailed, EngineRejected, StaleCall
 from async_wsync.types import BucketSpec, Call, GroupSpec, Manifest, ParamMeta, UpdateSpec
 
 __all__ = [
@@ -155,6 +155,7 @@ class Findings:
 # -------------------------------------------------------------------------------- errors
 
 _KINDS: dict[str, type[EngineFailed]] = {
+    "EngineBusy": EngineBusy,
     "EngineRejected": EngineRejected,
     "StaleFence": StaleCall,
 }
