@@ -181,7 +181,8 @@ async def _dry_run(
             found[engine.name] = {"fits": True, "notes": list(answer)}
     size = sum(bucket.nbytes for bucket in buckets)
     if str(arguments.json) != "-":
-        print(f"{len(manifest.params)} tensors, {size / 1e6:.1f} MB, {len(buckets)} buckets; nothing was sent")
+        parcels = "1 bucket" if len(buckets) == 1 else f"{len(buckets)} buckets"
+        print(f"{len(manifest.params)} tensors, {size / 1e6:.1f} MB, {parcels}; nothing was sent")
         for name, result in found.items():
             print(f"  {name}: {'fits' if result['fits'] else result['error']}")
             for note in result.get("notes", ()):
