@@ -13,14 +13,14 @@ cause, never in its place.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from async_wsync.attempt import Attempt
 from async_wsync.calls import Sent, blame, told, watched
 from async_wsync.errors import EngineDied, EngineReplaced, EngineTimeout, UpdateFailed
 from async_wsync.types import EngineOutcome, EngineState
 
-__all__ = ["Aftermath", "table"]
+__all__ = ["Aftermath", "update_failed"]
 
 
 class Aftermath:
@@ -142,23 +142,46 @@ class Aftermath:
 
     def _error(self, cause: BaseException, phase: str) -> UpdateFailed:
         attempt = self._attempt
-        outcomes = attempt.fleet.roster.outcomes([*attempt.story.dropped, *(e.name for e in attempt.engines)])
         bucket = getattr(cause, "bucket", None)
         where = phase if bucket is None else f"bucket {bucket} of {len(attempt.update.buckets)}"
-        head = f"update to version {attempt.update.version} failed in {where}: {cause}"
-        error = UpdateFailed(
-            "\n".join([head, *table(outcomes), *(f"  note: {note}" for note in self.notes)]),
+        return update_failed(
+            f"failed in {where}",
+            cause,
             version=attempt.update.version,
             phase=phase,
             bucket=bucket,
-            outcomes=outcomes,
-            at_fault=tuple(sorted(self.at_fault)),
+            outcomes=attempt.fleet.roster.outcomes([*attempt.story.dropped, *(e.name for e in attempt.engines)]),
+            at_fault=sorted(self.at_fault),
+            notes=[f"note: {note}" for note in self.notes],
         )
-        error.__cause__ = cause
-        return error
 
 
-def table(outcomes: Mapping[str, EngineOutcome]) -> list[str]:
+def update_failed(
+    how: str,
+    cause: BaseException,
+    *,
+    version: int,
+    phase: str,
+    outcomes: dict[str, EngineOutcome],
+    at_fault: Iterable[str],
+    notes: Iterable[str] = (),
+    bucket: int | None = None,
+) -> UpdateFailed:
+    """The error of an update, raised from ``cause``: what failed, a line an engine, and the notes."""
+    head = f"update to version {version} {how}: {cause}"
+    error = UpdateFailed(
+        "\n".join([head, *_table(outcomes), *(f"  {note}" for note in notes)]),
+        version=version,
+        phase=phase,
+        bucket=bucket,
+        outcomes=outcomes,
+        at_fault=tuple(at_fault),
+    )
+    error.__cause__ = cause
+    return error
+
+
+def _table(outcomes: Mapping[str, EngineOutcome]) -> list[str]:
     """A line an engine: state, version, last bucket, and its own error."""
     width = max((len(name) for name in outcomes), default=0)
     lines = []

@@ -64,17 +64,13 @@ class RoundUpdate(Update):
     # -------------------------------------------------------------------------- the two roles
 
     async def _lead(self, attempt: Attempt, spec: UpdateSpec) -> None:
-        async with self._turn(attempt):
+        async with self._turn_to_send(attempt):
             whole = replace(spec, manifest=await self._union(), buckets=())
             await attempt.check(whole)
             await attempt.connect()
             await attempt.open()
             self.opened = True
             await self.member.tell("opened")
-            if self.settings.lock_scope == "update":
-                await attempt.send()
-        if self.settings.lock_scope == "bucket":
-            await attempt.send()
         await self.member.tell("sent")
         await self._until(Phase.CLOSING)
         async with self._turn(attempt):
@@ -86,12 +82,8 @@ class RoundUpdate(Update):
         await self._until(Phase.SENDING)
         self.opened = True
         if attempt.update.buckets:
-            async with self._turn(attempt):
+            async with self._turn_to_send(attempt):
                 await attempt.join()
-                if self.settings.lock_scope == "update":
-                    await attempt.send()
-            if self.settings.lock_scope == "bucket":
-                await attempt.send()
         else:
             attempt.mark_updating()
         await self.member.tell("sent")
@@ -126,6 +118,16 @@ class RoundUpdate(Update):
         """The lock, for a stretch of the round; given back only once the stretch has settled."""
         async with self._hold(), self._settled(attempt):
             yield
+
+    @asynccontextmanager
+    async def _turn_to_send(self, attempt: Attempt) -> AsyncIterator[None]:
+        """A turn that goes on to send our part; where each bucket has a turn of its own, that comes after it."""
+        async with self._turn(attempt):
+            yield
+            if self.settings.lock_scope == "update":
+                await attempt.send()
+        if self.settings.lock_scope == "bucket":
+            await attempt.send()
 
     def _attempt(self, spec: UpdateSpec, engines: list[RolloutEngine]) -> Attempt:
         attempt = super()._attempt(spec, engines)

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
-from async_wsync.aftermath import Aftermath, table
+from async_wsync.aftermath import Aftermath, update_failed
 from async_wsync.attempt import Attempt
 from async_wsync.calls import EngineCalls, Interrupt
 from async_wsync.errors import (
@@ -167,19 +167,15 @@ class Update:
         return left
 
     def _unreachable(self, gone: dict[str, EngineFailed]) -> UpdateFailed:
-        outcomes = self.fleet.roster.outcomes(self.targets)
-        first = next(iter(gone.values()))
-        head = f"update to version {self.story.version} not started: {first}"
-        hint = "  replace or remove the lost engines, or let updates go on without them: on_engine_failure='drop'"
-        error = UpdateFailed(
-            "\n".join([head, *table(outcomes), hint]),
+        return update_failed(
+            "not started",
+            next(iter(gone.values())),
             version=self.story.version,
             phase="hello",
-            outcomes=outcomes,
-            at_fault=tuple(gone),
+            outcomes=self.fleet.roster.outcomes(self.targets),
+            at_fault=gone,
+            notes=["replace or remove the lost engines, or let updates go on without them: on_engine_failure='drop'"],
         )
-        error.__cause__ = first
-        return error
 
     @asynccontextmanager
     async def _hold(self) -> AsyncIterator[None]:
