@@ -10,7 +10,7 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from async_wsync.aftermath import Aftermath
 from async_wsync.attempt import Attempt
@@ -30,28 +30,42 @@ class RoundUpdate(Update):
     """An update as member of a round. Engine failures end it for all sources, whatever ``on_engine_failure`` says."""
 
     member: RoundMember
-    opened: bool = field(default=False, init=False)
 
     async def _carry_out(self, spec: UpdateSpec, engines: list[RolloutEngine]) -> None:
         done = False
         try:
-            await self._gather(spec, engines)
-            attempt = self._attempt(replace(spec, update_id=self.member.update_id, strict=False), engines)
+            attempt = await self._gather(spec, engines)
             await self._take_part(attempt, spec)
             done = True
         finally:
             if not done:
-                why = sys.exception() or Cancelled("it gave up")
-                await finish(self.member.give_up(str(why) or "cancelled"), name="leaving a failed round")
+                await self._give_up()
 
-    async def _gather(self, spec: UpdateSpec, engines: list[RolloutEngine]) -> None:
-        """Wait until all sources are there. Nothing has been touched yet."""
+    async def _give_up(self) -> None:
+        why = sys.exception() or Cancelled("it gave up")
+        await finish(self.member.give_up(str(why) or "cancelled"), name="leaving a failed round")
+
+    async def _gather(self, spec: UpdateSpec, engines: list[RolloutEngine]) -> Attempt:
+        """Wait until all sources are there. We have touched nothing yet; the others may have, by the time we look."""
         with self.story.during("gather"):
             packed = pack_update(replace(spec, buckets=()))
             names = tuple(engine.name for engine in engines)
             await self.member.join(version=spec.version, engines=names, manifest=packed)
+            attempt = self._attempt(replace(spec, update_id=self.member.update_id, strict=False), engines)
             limit = self.settings.timeouts.lock
-            await self.member.until(Phase.OPENING, Phase.SENDING, Phase.CLOSING, interrupt=self.interrupt, limit=limit)
+            gathered = False
+            try:
+                phases = (Phase.OPENING, Phase.SENDING, Phase.CLOSING)
+                await self.member.until(*phases, interrupt=self.interrupt, limit=limit)
+                gathered = True
+            finally:
+                if not gathered:
+                    await self._give_up()
+                    if self.member.may_be_touched:
+                        attempt.mark_updating()
+                        for engine in engines:
+                            attempt.record(engine).fail()
+        return attempt
 
     async def _take_part(self, attempt: Attempt, spec: UpdateSpec) -> None:
         watch = asyncio.get_running_loop().create_task(self.member.watch(self.interrupt), name="wsync round watch")
@@ -69,18 +83,17 @@ class RoundUpdate(Update):
             await attempt.check(whole)
             await attempt.connect()
             await attempt.open()
-            self.opened = True
             await self.member.tell("opened")
         await self.member.tell("sent")
         await self._until(Phase.CLOSING)
-        async with self._turn(attempt):
-            await attempt.close(self.verify)
-            await self.member.tell("closed")
-            await self._serve_again(attempt)
+        async with self._hold():
+            async with self._settled(attempt):
+                await attempt.close(self.verify)
+                await self.member.tell("closed")
+            await finish(self._serve_again(attempt), name="resuming after an update")
 
     async def _follow(self, attempt: Attempt) -> None:
         await self._until(Phase.SENDING)
-        self.opened = True
         if attempt.update.buckets:
             async with self._turn_to_send(attempt):
                 await attempt.join()
@@ -151,7 +164,7 @@ class RoundUpdate(Update):
     async def _explain(self, attempt: Attempt, first: BaseException) -> BaseException:
         """Our failure is everyone's, and at once. Theirs, where it came first, is the better explanation of ours."""
         await self.member.give_up(str(first))
-        if self.opened:
+        if self.member.may_be_touched and not self.story.published:
             attempt.mark_updating()  # whatever we did, another source may have sent
         failed = self.member.failure
         if failed is None or failed.source == self.source:

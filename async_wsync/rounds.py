@@ -219,6 +219,15 @@ class RoundMember:
             return None
         return self._failed(view.failure, view.failed_source)
 
+    @property
+    def may_be_touched(self) -> bool:
+        """Whether some source may have sent, also one whose round failed before we saw it open.
+
+        Once we take part, a round that no longer answers counts as open.
+        """
+        view = self.view
+        return view is not None and (view.opened or view.phase is Phase.OPENING)
+
     async def give_up(self, why: str) -> None:
         """Tell the others that we can't go on."""
         if self.view is None or self.view.phase in (Phase.DONE, Phase.FAILED):

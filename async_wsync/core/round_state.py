@@ -29,12 +29,16 @@ class Phase(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """A round as one of its sources sees it. ``waiting_for``: the sources that the phase still lacks."""
+    """A round as one of its sources sees it. ``waiting_for``: the sources that the phase still lacks.
+
+    ``opened``: sources may have sent, however it ended.
+    """
 
     round_id: str
     version: int
     phase: Phase
     leader: str
+    opened: bool = False
     waiting_for: tuple[str, ...] = ()
     failed_source: str = ""
     failure: str = ""
@@ -49,6 +53,7 @@ class _Round:
     phase: Phase = Phase.GATHERING
     sources: dict[str, float] = field(default_factory=dict)  # name to when it was last heard
     clients: dict[str, str] = field(default_factory=dict)  # process to source
+    opened: bool = False
     sent: set[str] = field(default_factory=set)
     failed_source: str = ""
     failure: str = ""
@@ -119,6 +124,7 @@ class RoundState:
                 version=0,
                 phase=Phase.FAILED,
                 leader="",
+                opened=True,
                 failure="the round is not known here: its actor was restarted, or it is long over",
             )
         if source in current.sources:
@@ -129,6 +135,7 @@ class RoundState:
             version=current.version,
             phase=current.phase,
             leader=current.leader,
+            opened=current.opened,
             waiting_for=self._waiting_for(current),
             failed_source=current.failed_source,
             failure=current.failure,
@@ -193,6 +200,7 @@ class RoundState:
         current = self._rounds.get(round_id)
         if current is not None and source == current.leader and current.phase is before:
             current.phase = after
+            current.opened = True
 
     def _fail(self, current: _Round, source: str, why: str) -> None:
         current.phase = Phase.FAILED

@@ -138,6 +138,21 @@ async def test_an_engine_that_fails_one_source_ends_the_round_for_both(stage: St
     await stage.hold(seed=3)
 
 
+async def test_an_engine_that_does_not_go_on_after_a_round_tears_no_other(stage: Stage) -> None:
+    assert [o["error"] for o in await stage.update(seed=1)] == [None, None]
+    await stage.engines[1].set_script.remote([Fault(do="raise_before", at="resume", times=1000)])
+    outcomes = await stage.update(seed=2)
+    assert "raise_before at resume" in await stage.engines[1].fired.remote()
+    failed, fine = sorted(outcomes, key=lambda o: o["error"] is None)
+    assert "resume" in failed["error"]
+    assert failed["error"].count("failed in") == 1
+    assert failed["states"] == {"e0": "current", "e1": "lost"}
+    assert fine["error"] is None
+    await stage.engines[1].set_script.remote([])
+    assert [o["error"] for o in await stage.update(seed=3)] == [None, None]
+    await stage.hold(seed=3)
+
+
 async def _lose_a_source(stage: Stage, victim: int, at: int) -> tuple[bool, float, dict[str, Any]]:
     """Kill a source at its event ``at``; whether it died, how long the other took to learn it, and how it ended."""
     stage.version += 1

@@ -61,6 +61,16 @@ def test_the_bracket_closes_only_after_every_part_was_sent() -> None:
     assert state.sent(round_id, "b", now=0.0).phase is Phase.CLOSING
 
 
+def test_a_round_that_failed_still_tells_whether_it_was_open() -> None:
+    state = _round()
+    _join(state, "a")
+    assert not _join(state, "b").opened
+    assert not state.fail("round-1", "b", "no more memory", now=0.0).opened
+    later = _round()
+    assert later.fail(_sending(later), "a", "no more memory", now=0.0).opened
+    assert later.view("another", "b", now=0.0).opened  # nobody knows: it may have been
+
+
 def test_one_failure_ends_the_round_for_all_and_the_first_reason_stays() -> None:
     state = _round()
     round_id = _sending(state)
