@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 
+from async_wsync.core.recall import recall
 from async_wsync.types import BucketSpec, Manifest, ParamMeta, WireFormat
 
 __all__ = [
@@ -59,6 +60,7 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -80,13 +82,14 @@ def param_nbytes(meta: ParamMeta) -> int:
 # -------------------------------------------------------------------------------- planning
 
 
+@recall(4, lambda manifest, *, bucket_bytes, atomic_groups=(): (id(manifest), bucket_bytes, tuple(atomic_groups)))
 def plan_buckets(manifest: Manifest, *, bucket_bytes: int, atomic_groups: Sequence[str] = ()) -> tuple[BucketSpec, ...]:
     """Cut the manifest, in its order, into buckets of at most ``bucket_bytes``.
 
     A tensor larger than that gets a bucket of its own. ``atomic_groups`` are regular expressions that match
     whole names; names that match one pattern with equal captures stay in one bucket, together with all
     that stands between them: ``r"(.*)\\.weight(?:_scale)?"`` keeps each weight with its scale.
-    An empty manifest needs no bucket.
+    An empty manifest needs no bucket. The same manifest gets the same buckets again, as objects too.
     """
     if bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes must be above 0, got {bucket_bytes!r}")
@@ -100,7 +103,7 @@ def plan_buckets(manifest: Manifest, *, bucket_bytes: int, atomic_groups: Sequen
             buckets.append(BucketSpec(index=len(buckets), params=tuple(pending), nbytes=size))
         pending, size = [], 0
 
-    for unit in _units(manifest.params, atomic_groups):
+    for unit in _units(manifest.params, atomic_groups) if atomic_groups else zip(manifest.params, strict=True):
         nbytes = sum(map(param_nbytes, unit))
         if nbytes and size + nbytes > bucket_bytes:
             close()
@@ -163,6 +166,7 @@ class Layout:
         return (*head, *map(param_nbytes, self.direct))
 
 
+@recall(16, lambda bucket, wire: (id(bucket), wire))
 def lay_out(bucket: BucketSpec, wire: WireFormat) -> Layout:
     """Where each of a bucket's bytes lies; the same on both ends, as it depends on nothing else.
 
@@ -251,7 +255,7 @@ class Stager:
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """ValueError for a name that the bucket has not, or another shape than its meta says."""
         meta = self._metas.get(name)
-        if meta is None or tuple(tensor.shape) != meta.shape:
+        if meta is None or tensor.shape != meta.shape:
             raise ValueError(f"bucket {self.layout.bucket.index} has no {name!r} of shape {tuple(tensor.shape)}")
         self._num_added += 1
         if name in self._direct:
@@ -289,8 +293,14 @@ class Stager:
         pending.sort(key=lambda item: item[0].offset)
         for run in _slices(pending):
             carrier = _carrier(run)
-            parts = [_flat_view(self._plain(slot.meta, tensor), carrier) for slot, tensor in run]
+            parts = [self._part(slot.meta, tensor, carrier) for slot, tensor in run]
             torch.cat(parts, out=_typed(self._flat, run, carrier))
+
+    def _part(self, meta: ParamMeta, tensor: torch.Tensor, carrier: torch.dtype) -> torch.Tensor:
+        """``tensor`` as one row of ``carrier``."""
+        if tensor.dtype is carrier and carrier in _CARRY_THEMSELVES and tensor.device == self._device:
+            return tensor.reshape(-1)  # whatever its strides: cat reads values
+        return _flat_view(self._plain(meta, tensor), carrier)
 
 
 def stage(
@@ -332,7 +342,7 @@ class Landing:
         self.layout = layout
         for meta in layout.params:
             _check_target(meta, targets.get(meta.name))
-        self._flat = [(slot, targets[slot.meta.name].detach()) for slot in layout.flat]
+        self._flat = [(slot, _detached(targets[slot.meta.name])) for slot in layout.flat]
         direct = [targets[meta.name].detach() for meta in layout.direct]
         first = next((target.device for target in [*direct, *(t for _, t in self._flat)]), "cpu")
         where = torch.empty(0, device=device or first).device  # "cuda" becomes "cuda:0"
@@ -362,11 +372,15 @@ class Landing:
 def _check_target(meta: ParamMeta, target: torch.Tensor | None) -> None:
     if target is None:
         raise ValueError(f"no target for {meta.name!r}")
-    if tuple(target.shape) != meta.shape or dtype_name(target.dtype) != meta.dtype:
+    if target.shape != meta.shape or dtype_name(target.dtype) != meta.dtype:
         raise ValueError(
             f"{meta.name!r} is {dtype_name(target.dtype)} {tuple(target.shape)} here, "
             f"and {meta.dtype} {meta.shape} in the bucket"
         )
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -28,7 +28,11 @@ def named_targets(model: Model) -> dict[str, torch.Tensor]:
         named: Mapping[str, object] = model.state_dict(keep_vars=True)
     else:
         named = model() if callable(model) else model
-    return {name: tensor.detach() for name, tensor in named.items() if isinstance(tensor, torch.Tensor)}
+    return {
+        name: tensor.detach() if tensor.requires_grad else tensor
+        for name, tensor in named.items()
+        if isinstance(tensor, torch.Tensor)
+    }
 
 
 def model_device(model: Model) -> torch.device:
@@ -64,15 +68,18 @@ def check_manifest(manifest: Manifest, targets: Mapping[str, torch.Tensor], *, s
 
 
 def _mismatch(meta: ParamMeta, target: torch.Tensor) -> str | None:
-    if (dtype_name(target.dtype), tuple(target.shape)) != (meta.dtype, meta.shape):
+    if target.shape != meta.shape or dtype_name(target.dtype) != meta.dtype:
         return f"sent {meta.dtype} {list(meta.shape)}, here {dtype_name(target.dtype)} {list(target.shape)}"
     return "a meta tensor here, it can hold no weights" if target.device.type == "meta" else None
 
 
 def _missing(sent: set[str], targets: Mapping[str, torch.Tensor]) -> list[str]:
     """Targets that nothing is sent for, not even under another name of the same memory."""
+    unsent = [name for name in targets if name not in sent]
+    if not unsent:
+        return []
     covered = {_place(targets[name]) for name in sent if name in targets and targets[name].numel()}
-    return [name for name, tensor in targets.items() if name not in sent and _place(tensor) not in covered]
+    return [name for name in unsent if _place(targets[name]) not in covered]
 
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:

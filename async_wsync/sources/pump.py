@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -25,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Named = tuple[str, torch.Tensor]
+
+
+_manifests: deque[Manifest] = deque(maxlen=4)
 
 
 class SourcePump:
@@ -80,7 +84,7 @@ class SourcePump:
         device = getattr(self.source, "device", None)
         self._source_device = torch.device(device) if device is not None else None
         self._owes_a_walk = bool(getattr(self.source, "collective", False))
-        return manifest
+        return _familiar(manifest)
 
     async def plan(self, *, bucket_bytes: int, atomic_groups: Sequence[str] = ()) -> tuple[BucketSpec, ...]:
         """`plan_buckets` of the manifest, off the loop: thousands of tensors take it tens of milliseconds."""
@@ -179,6 +183,15 @@ class SourcePump:
                 wait.cancel()
         if late:
             logger.warning("%r did not let go within %g s; its thread is abandoned", self.source, timeout)
+
+
+def _familiar(manifest: Manifest) -> Manifest:
+    """The manifest of an earlier update, if it is equal: by that object its plan and its packed form are recalled."""
+    for known in tuple(_manifests):
+        if known == manifest:
+            return known
+    _manifests.append(manifest)
+    return manifest
 
 
 def _walk(source: WeightSource, read: Callable[[Iterable[Named]], T], given_up: threading.Event) -> T:

@@ -178,7 +178,7 @@ class _Walk:
         if name != meta.name:
             raise SourceError(f"the source yields {name!r} where its manifest has {meta.name!r}", param=name)
         self.last = name
-        if tuple(tensor.shape) != meta.shape:
+        if tensor.shape != meta.shape:
             raise SourceError(f"{name!r} has shape {tuple(tensor.shape)}, its manifest says {meta.shape}", param=name)
         if tensor.dtype != torch_dtype(meta.dtype) and not self._source.casts:
             raise SourceError(f"{name!r} is {dtype_name(tensor.dtype)}, its manifest says {meta.dtype}", param=name)
