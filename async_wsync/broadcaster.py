@@ -280,7 +280,13 @@ class WeightBroadcaster:
             yield
 
     async def _run(
-        self, source: WeightSource, *, version: int, round: UpdateRound | None = None, **options: Any
+        self,
+        source: WeightSource,
+        *,
+        version: int,
+        verify: Verify | None,
+        round: UpdateRound | None = None,
+        **options: Any,
     ) -> UpdateReport:
         story = Story(version=version, emit=self._emit)
         kind: Callable[..., Update] = Update if round is None else partial(RoundUpdate, member=round.member(self.name))
@@ -291,9 +297,11 @@ class WeightBroadcaster:
             settings=self._settings,
             story=story,
             progress=self._progress,
-            pump=SourcePump(source, num_buffers=self._settings.num_buffers),
+            # Hashed as it is sent: not every source can be read twice, nor by us alone.
+            pump=SourcePump(source, num_buffers=self._settings.num_buffers, digests=verify == "source"),
             source=self.name,
             choose_backend=self._pick_backend,
+            verify=verify,
             **options,
         )
         task = asyncio.get_running_loop().create_task(update.run(), name=f"{self.name}: update {version}")

@@ -7,6 +7,7 @@ import json
 import logging
 import time
 import uuid
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from async_wsync import (
     TorchEngine,
     WeightBroadcaster,
 )
+from async_wsync.core.checksum import combined, model_digests
 from async_wsync.testing import Fault, LoopGapMeter, start_engine
 from tests.conftest import RayCluster
 from tests.ray.fleet import (
@@ -330,8 +332,6 @@ async def test_whatever_its_dtype_or_layout_a_tensor_arrives_byte_for_byte(zoo_k
 
 
 def digests_of(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    from async_wsync.core.checksum import model_digests
-
     return model_digests(tensors)
 
 
@@ -344,6 +344,23 @@ async def test_wider_weights_need_an_explicit_cast(rig: Rig) -> None:
         report = await broadcaster.update_weights(cast, version=rig.next_version(), verify="source")
         assert report.nbytes == NUM_BUCKETS * BUCKET_BYTES
         assert await rig.holds("e0", master.float())
+
+
+@pytest.mark.parametrize("collective", [False, True])
+async def test_a_source_that_can_be_walked_once_is_verified_all_the_same(rig: Rig, collective: bool) -> None:
+    model, walks = a_model(8).state_dict(), 0
+
+    def walk() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal walks
+        walks += 1
+        yield from model.items()
+
+    manifest = StateDictSource(model).manifest()
+    source = IterableSource(walk if collective else walk(), manifest=manifest, collective=collective)
+    async with rig.broadcaster(["e0"]) as broadcaster:
+        report = await broadcaster.update_weights(source, version=rig.next_version(), verify="source")
+    assert walks == 1
+    assert report.checksum == combined(digests_of(model))
 
 
 def many_small_ones() -> nn.Module:
