@@ -22,7 +22,7 @@ from async_wsync.fleet import Fleet
 from async_wsync.links import Link, Links
 from async_wsync.own_checks import HasOwnChecks, check_own
 from async_wsync.patience import flush, not_resumed, resume
-from async_wsync.sources.pump import SourcePump
+from async_wsync.sources.pump import BucketStream, SourcePump
 from async_wsync.story import Settings, Story, Verify
 from async_wsync.transfer import Transfer
 from async_wsync.types import (
@@ -64,6 +64,7 @@ class Attempt:
     resumed: bool = False
     lease_lost: bool = False
     _specs: dict[str, UpdateSpec] = field(default_factory=dict)
+    _staged: BucketStream | None = None
 
     # ------------------------------------------------------------------ small helpers
 
@@ -113,6 +114,10 @@ class Attempt:
                 keep_others=self.keep_others,
             )
         self.story.event("connected")
+        # Staged from now on: while the engines pause and begin, the first buckets are read and packed.
+        formats = {link.wire for link in self.used}
+        device = "cpu" if self.backend == "gloo" else None
+        self._staged = self.pump.buckets(self.update.buckets, formats, device=device)
 
     async def open(self) -> None:
         """Pause, close what a dead source left open, flush, begin: in step, so that no byte meets a running engine."""
@@ -180,7 +185,7 @@ class Attempt:
 
     async def send(self) -> None:
         """All buckets to all engines; see `Transfer`."""
-        if not self.update.buckets:
+        if self._staged is None:
             return
         transfer = Transfer(
             links=self.used,
@@ -197,9 +202,7 @@ class Attempt:
             timings=self.story.timings,
         )
         with self.story.during("broadcast"):
-            formats = {link.wire for link in self.used}
-            device = "cpu" if self.backend == "gloo" else None
-            await transfer.run(self.pump.buckets(self.update.buckets, formats, device=device))
+            await transfer.run(self._staged)
 
     async def _receive(self, engine: RolloutEngine, bucket: BucketSpec, link: Link) -> None:
         await engine.receive(self.call(self.settings.timeouts.bucket), self._spec_over(link), bucket)
