@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,42 +21,42 @@ async def measure(size: str, *, hidden: int, layers: int, updates: int, server: 
     import ray
     import torch
 
-    from async_wsync import WeightBroadcaster
     from async_wsync.engines.vllm import VLLMActor, VLLMServer
-    from async_wsync.sources import ModuleSource
-    from async_wsync.types import Call
     from tests.engines import vllm_rig as rig
 
     model = rig.tiny_model(0, hidden=hidden, layers=layers).to(torch.bfloat16)
     with tempfile.TemporaryDirectory() as folder:
         path = rig.save(model, Path(folder) / "model")
-        process: rig.Server | None = None
-        engine: Any
-        if server:
-            process = rig.Server(path, Path(folder) / "log", dtype="bfloat16")
-            process.wait_ready()
-            engine = VLLMServer(process.url)
-        else:
+        if not server:
             handle = rig.start_actor(path, dtype="bfloat16")
             await handle.ready.remote()
-            engine = VLLMActor(handle)
-        async with WeightBroadcaster([engine], lock=None, backend="gloo", progress=False) as broadcaster:
-            for version in range(updates):
-                report = await broadcaster.update_weights(ModuleSource(model), version=version)
-                call = Call(source="bench", fence=time.time_ns(), timeout=10.0)
-                loading = await engine.load_seconds(call)
-                sending = report.phases["broadcast"]
-                print(
-                    f"| {size} | {'server' if server else 'actor'} | {report.nbytes / 1e6:.1f} MB | "
-                    f"{report.num_tensors} | {report.num_buckets} | {report.seconds:.2f} s | {sending:.2f} s | "
-                    f"{report.nbytes / report.seconds / 1e9:.2f} GB/s | {report.nbytes / sending / 1e9:.2f} GB/s | "
-                    f"{loading:.3f} s ({100 * loading / report.seconds:.0f} %) |",
-                    flush=True,
-                )
-        if process is not None:
-            process.stop()
-        else:
+            await send(size, "actor", VLLMActor(handle), model, updates)
             ray.kill(handle)
+            return
+        process = rig.Server(path, Path(folder) / "log", dtype="bfloat16")
+        try:
+            process.wait_ready()
+            await send(size, "server", VLLMServer(process.url), model, updates)
+        finally:
+            process.stop()
+
+
+async def send(size: str, kind: str, engine: Any, model: Any, updates: int) -> None:
+    from async_wsync import WeightBroadcaster
+    from async_wsync.sources import ModuleSource
+    from async_wsync.types import Call
+
+    async with WeightBroadcaster([engine], lock=None, backend="gloo", progress=False) as broadcaster:
+        for version in range(updates):
+            report = await broadcaster.update_weights(ModuleSource(model), version=version)
+            call = Call(source="benchmark", fence=0, timeout=10.0)
+            loading, sending = await engine.load_seconds(call), report.phases["broadcast"]
+            print(
+                f"| {size} | {kind} | {report.nbytes / 1e6:.1f} MB | {report.num_tensors} | {report.num_buckets} | "
+                f"{report.seconds:.2f} s | {sending:.2f} s | {report.nbytes / report.seconds / 1e9:.3f} GB/s | "
+                f"{report.nbytes / sending / 1e9:.3f} GB/s | {loading:.3f} s ({loading / report.seconds:.0%}) |",
+                flush=True,
+            )
 
 
 def main() -> None:
