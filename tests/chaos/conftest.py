@@ -8,6 +8,10 @@ from typing import ClassVar, Protocol
 
 import pytest
 
+from tests.ray.conftest import _rig, lock, rig
+
+__all__ = ["SLACK", "Figures", "Report", "_rig", "lock", "report_figures", "rig"]
+
 #: A busy machine may take so many times longer than the promise before a test fails; the table shows what it took.
 SLACK = float(os.environ.get("WSYNC_CHAOS_SLACK", "1.0"))
 
