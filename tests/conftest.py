@@ -19,6 +19,9 @@ ROOT = Path(__file__).resolve().parent.parent
 OBJECT_STORE_BYTES = 200 * 1024 * 1024
 TASK_GRACE_SECONDS = 2.0
 
+# torch's store asks a name server for each address that connects to it; a lost answer would cost 5 s (the default).
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 # How long an example takes says nothing on a busy machine; and a gate must not depend on luck: always the same there.
 settings.register_profile("here", deadline=None, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("here")

@@ -135,7 +135,7 @@ async def cancel_sweep(
             await _agree(rig, broadcaster, names, figures, where)
             if figures.runs % look_for_leaks_every == 0:
                 gc.collect()
-                left = [o for o in gc.get_objects() if isinstance(o, StagedBucket)]
+                left = [o for o in gc.get_objects() if isinstance(o, StagedBucket) and o.wire]
                 figures.check(not left, f"{where}: {len(left)} buckets still referenced")
             await broadcaster.update_weights(healing, version=rig.next_version())
             current = set(broadcaster.current_engines()) == set(names)

@@ -39,6 +39,8 @@ class GroupSeat:
         self._name = member
         self._worker = DaemonWorker(f"wsync-receive-{spec.name}")
         self._lock = threading.RLock()  # a future's callbacks may run in the thread that adds them
+        self._joining: Future[None] = Future()
+        self._joining_over = False
         self._closing: Future[None] | None = None
         self._member: GroupMember | None = None
         self._aborted = False
@@ -73,7 +75,30 @@ class GroupSeat:
         return member is not None and member.incomplete and not self.busy
 
     def join(self) -> Future[None]:
-        return self._worker.submit(self._join)
+        """Join in the thread. The future fails at once where the seat is given up meanwhile: torch's own part may go on
+        for as long as a whole connect, in a store that nobody answers from."""
+        self._worker.submit(self._join).add_done_callback(self._joined)
+        return self._joining
+
+    def _joined(self, inner: Future[None]) -> None:
+        self._conclude_joining(inner.exception())
+
+    def _give_up_joining(self) -> None:
+        if self._member is None:
+            what = "aborted" if self._aborted else "left"
+            message = f"group {self.spec.name} was {what} while it was joined"
+            self._conclude_joining(EngineFailed(message, is_collective=True))
+
+    def _conclude_joining(self, error: BaseException | None) -> None:
+        """The first to come says how joining ended."""
+        with self._lock:
+            if self._joining_over:
+                return
+            self._joining_over = True
+        if error is None:
+            self._joining.set_result(None)
+        else:
+            self._joining.set_exception(error)
 
     def _join(self) -> None:
         self._check_not_aborted()
@@ -145,6 +170,7 @@ class GroupSeat:
             member.abort()
         for _, future in waiting:
             future.set_exception(EngineFailed("broken off before its turn", is_collective=True))
+        self._give_up_joining()
 
     def quiet(self) -> Future[None]:
         """Done once the thread has left whatever it was doing. A join can't write weights and isn't waited for."""
@@ -161,7 +187,8 @@ class GroupSeat:
                 closing = self._worker.submit(self._close)
                 self._worker.close()
                 self._closing = closing if joined else done_future()
-            return self._closing
+        self._give_up_joining()
+        return self._closing
 
     def _close(self) -> None:
         with self._lock:

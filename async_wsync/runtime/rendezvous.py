@@ -46,6 +46,9 @@ PROTOCOL = 1
 #: Seconds that members get to read why there will be no group, before the store's connections are broken.
 FAREWELL = 0.2
 
+#: Seconds after which a rendezvous that came about says what may have held it up.
+SLOW = 3.0
+
 _POLL_FIRST, _POLL_LAST = 0.002, 0.05
 
 
@@ -125,7 +128,8 @@ class Rendezvous:
         if interop or hello is False:
             hello = ()
         greeting = set(members) if hello is True else set(hello)
-        deadline = time.monotonic() + self.spec.connect_timeout
+        started = time.monotonic()
+        deadline = started + self.spec.connect_timeout
         completed = False
         try:
             await self._hear(greeting, members, deadline)
@@ -135,6 +139,7 @@ class Rendezvous:
             if not completed:
                 self._give_up("the source gave up")
         self._store = None
+        _note_slow(self.spec, time.monotonic() - started)
         return UpdateGroup(group, self._worker)
 
     async def aclose(self) -> None:
@@ -296,6 +301,17 @@ def _refuse(store: Store, spec: GroupSpec, reason: str) -> None:
     except RuntimeError:
         logger.debug("group %s: the store failed while it was being closed", spec.name, exc_info=True)
     shut_store(spec)
+
+
+def _note_slow(spec: GroupSpec, seconds: float) -> None:
+    if seconds >= SLOW:
+        logger.warning(
+            "group %s took %.1f s to form. torch's store asks a name server for the name of each address that connects "
+            "and waits for it, 5 s for a lost answer. If this comes again: put the nodes into /etc/hosts, or set "
+            "RES_OPTIONS='timeout:1 attempts:1' for the source and the engines",
+            spec.name,
+            seconds,
+        )
 
 
 def _forget_locals(error: BaseException) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from async_wsync.types import BucketSpec, ParamMeta, WeightSource, WireFormat
 __all__ = ["BucketStream", "StagedBucket", "let_go", "wire_digest"]
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class StagedBucket:
     """A bucket whose bytes are ready. ``wire`` has its uint8 tensors for each format, in the layout's order."""
 
@@ -53,6 +54,7 @@ class BucketStream:
         self._stopped = threading.Event()
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Queue[StagedBucket | None] = asyncio.Queue()
+        self._alive: weakref.WeakSet[StagedBucket] = weakref.WeakSet()
         self.job: Future[None] | None = None
 
     @property
@@ -65,12 +67,15 @@ class BucketStream:
         self.job.add_done_callback(lambda _: self._hand_over(None))
 
     def stop(self) -> None:
-        """Stage nothing more and drop what is staged and not taken. Idempotent."""
+        """Stage nothing more and release every bucket: what is on the wire is kept by its group, and the traceback of
+        a failure would keep the rest for as long as somebody keeps that. Idempotent."""
         self._stopped.set()
         self._permits.release()
         while not self._ready.empty():
             self._ready.get_nowait()
         self._ready.put_nowait(None)
+        for staged in list(self._alive):
+            staged.release()
 
     def __aiter__(self) -> BucketStream:
         return self
@@ -117,8 +122,12 @@ class BucketStream:
             pass
 
     def _take(self, staged: StagedBucket | None) -> None:
-        if staged is None or not self._stopped.is_set():
-            self._ready.put_nowait(staged)
+        if staged is not None:
+            if self._stopped.is_set():
+                staged.release()
+                return
+            self._alive.add(staged)
+        self._ready.put_nowait(staged)
 
 
 class _Walk:

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from async_wsync.errors import RendezvousError
+from async_wsync.engines.seat import GroupSeat
+from async_wsync.errors import EngineFailed, RendezvousError
 from async_wsync.runtime.update_group import Rendezvous, join_group
 from async_wsync.types import GroupSpec
 from tests.gloo.peers import Fleet, Peer, connect, disconnect
@@ -144,6 +145,17 @@ def test_a_source_that_is_gone_is_told_long_before_the_limit() -> None:
 def test_an_address_that_means_nothing_is_told() -> None:
     with pytest.raises(RendezvousError, match="nobody listens"):
         join_group(spec_at(4, address="no-such-host.invalid"), 1, member="engine-1")
+
+
+async def test_a_group_that_was_slow_to_form_says_what_may_have_held_it_up(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peers = fleet.peers(1)
+    await disconnect(await connect(peers), peers)
+    assert "name server" not in caplog.text
+    monkeypatch.setattr("async_wsync.runtime.rendezvous.SLOW", 0.0)
+    await disconnect(await connect(peers), peers)
+    assert "name server" in caplog.text
 
 
 async def test_a_source_cannot_listen_at_a_foreign_address() -> None:
@@ -407,3 +419,18 @@ async def test_a_foreign_member_that_never_comes_is_bounded_and_named(fleet: Fle
         await rendezvous.complete({1: "sglang"}, interop=True)
     assert time.monotonic() - started < 1.5 + SOON
     assert raised.value.missing_ranks == (1,)
+
+
+@pytest.mark.parametrize("how", ["abort", "close"])
+def test_a_seat_given_up_while_it_joins_says_so_at_once(how: str) -> None:
+    with foreign_listener() as (port, heard):
+        seat = GroupSeat(spec_at(port, connect_timeout=60.0), 1, source="trainer", fence=1, member="e0")
+        joining = seat.join()
+        deadline = time.monotonic() + SOON
+        while not heard:  # it is in torch's hands, which would keep it for a minute
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        getattr(seat, how)()
+        with pytest.raises(EngineFailed, match="while it was joined"):
+            joining.result(timeout=SOON)
+        seat.close()
