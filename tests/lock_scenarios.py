@@ -174,7 +174,7 @@ async def kill_holders(cluster: Any, actors: int, drivers: int, *, way: str, see
             killed = time.monotonic()
             held = (await lock.status())["holder"]
             granted, fence = await take_and_send(lock, engine, f"heir of {label}", 60.0)
-            assert not Path(f"/proc/{pid}").exists() or _is_zombie(pid), "the kill did not happen"
+            await until(lambda pid=pid: _is_gone(pid))  # the kill did happen
             assert fence > previous
             previous = fence
             if held is not None and held["label"] == label:
@@ -202,7 +202,7 @@ async def _watched_by(lock: BroadcastLock, way: str) -> bool:
     return holder is not None and way in holder["watched_by"]
 
 
-def _is_zombie(pid: int) -> bool:
+async def _is_gone(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:
