@@ -106,6 +106,7 @@ class Engine(WeightReceiver):
         self.raw = torch.zeros(shape.nbytes, dtype=torch.uint8)
         self.memory = PeakMemory()
         self.init_weight_receiver(self.model)
+        gc.freeze()
 
     def join_raw(self, address: str, rank: int) -> None:
         dist.init_process_group("gloo", init_method=address, rank=rank, world_size=ENGINES + 1, timeout=GROUP_TIMEOUT)
@@ -142,12 +143,13 @@ class Engine(WeightReceiver):
 
 @dataclass
 class Sample:
-    """One timed update. Times in seconds, sizes in bytes."""
+    """One update. Times in seconds, sizes in bytes. What it took and its memory are samples of their own: who looks
+    at the memory every millisecond takes its share of the time."""
 
     seconds: float
     loop_gap: float
-    source_memory: int
-    engine_memory: int
+    source_memory: int = 0
+    engine_memory: int = 0
     phases: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -211,26 +213,28 @@ class Bench:
             size += tensor.nbytes
         yield bucket
 
-    async def sample(self, way: str, broadcaster: WeightBroadcaster) -> Sample:
+    async def sample(self, way: str, broadcaster: WeightBroadcaster, *, memory: bool) -> Sample:
         run: Callable[[WeightBroadcaster], Awaitable[tuple[float, Mapping[str, float]]]] = getattr(self, way)
         for tensor in self.model.values():
             tensor.add_(1)
-        ray.get([engine.watch_memory.remote() for engine in self.engines])
-        memory = PeakMemory()
-        memory.start()
+        mine, theirs, peak = 0, 0, PeakMemory()
+        if memory:
+            ray.get([engine.watch_memory.remote() for engine in self.engines])
+            peak.start()
         await asyncio.sleep(0.05)
         with LoopGapMeter() as meter:
             seconds, phases = await run(broadcaster)
-        used = memory.stop()
-        engine_memory = max(ray.get([engine.peak_memory.remote() for engine in self.engines]))
+        if memory:
+            mine = peak.stop()
+            theirs = max(ray.get([engine.peak_memory.remote() for engine in self.engines]))
         if way != "a":
             checksums = ray.get([engine.checksum.remote() for engine in self.engines])
             assert set(checksums) == {combined(model_digests(self.model))}, f"{way}: the weights did not arrive"
-        return Sample(seconds, meter.longest, used, engine_memory, phases)
+        return Sample(seconds, meter.longest, mine, theirs, phases)
 
 
 async def measure(bench: Bench, *, repeats: int, ways: str, num_buffers: int) -> dict[str, list[Sample]]:
-    """``repeats`` samples of each way, in rounds whose order rotates, after one unmeasured round."""
+    """``repeats`` timed samples of each way, in rounds whose order rotates, after one that looks at the memory."""
     samples: dict[str, list[Sample]] = {way: [] for way in ways}
     broadcaster = WeightBroadcaster(
         [TorchEngine(engine) for engine in bench.engines],
@@ -241,11 +245,9 @@ async def measure(bench: Bench, *, repeats: int, ways: str, num_buffers: int) ->
         progress=False,
     )
     async with broadcaster:
-        for turn in range(repeats + 1):
+        for turn in range(repeats + 2):  # the first is cold, the second looks at the memory
             for way in ways[turn % len(ways) :] + ways[: turn % len(ways)]:
-                sample = await bench.sample(way, broadcaster)
-                if turn:
-                    samples[way].append(sample)
+                samples[way].append(await bench.sample(way, broadcaster, memory=turn == 1))
     return samples
 
 
@@ -254,21 +256,22 @@ async def measure(bench: Bench, *, repeats: int, ways: str, num_buffers: int) ->
 
 def summarize(shape: Shape, samples: dict[str, list[Sample]]) -> dict[str, Any]:
     ways = {}
-    for way, taken in samples.items():
+    timed = {way: taken[2:] for way, taken in samples.items()}
+    for way, taken in timed.items():
         seconds = statistics.median(s.seconds for s in taken)
         ways[METHODS[way]] = {
             "seconds": seconds,
             "gbps": shape.nbytes / seconds / 1e9,
             "longest_loop_gap_ms": max(s.loop_gap for s in taken) * 1e3,
-            "source_extra_bytes": max(s.source_memory for s in taken),
-            "engine_extra_bytes": max(s.engine_memory for s in taken),
+            "source_extra_bytes": samples[way][1].source_memory,
+            "engine_extra_bytes": samples[way][1].engine_memory,
             "samples": [asdict(s) for s in taken],
         }
     result: dict[str, Any] = {"nbytes": shape.nbytes, "num_tensors": shape.num_tensors, "ways": ways}
     for other in "ab":
-        if other in samples and "c" in samples:
+        if other in timed and "c" in timed:
             # Speed of c in units of the other's, pair by pair, so that drift of the machine cancels out.
-            ratios = [o.seconds / c.seconds for o, c in zip(samples[other], samples["c"], strict=True)]
+            ratios = [o.seconds / c.seconds for o, c in zip(timed[other], timed["c"], strict=True)]
             result[f"update_over_{METHODS[other]}"] = statistics.median(ratios)
     return result
 
@@ -308,6 +311,7 @@ def main() -> None:
     with cluster():
         for name in args.models.split(","):
             bench = Bench(SHAPES[name], int(args.bucket_mb * 1024 * 1024))
+            gc.freeze()  # as docs/failure-modes.md recommends: a full collection of torch and Ray takes 0.25 s
             try:
                 samples = asyncio.run(
                     measure(bench, repeats=args.repeats, ways=args.ways, num_buffers=args.num_buffers)

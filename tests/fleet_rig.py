@@ -20,7 +20,7 @@ from torch import nn
 
 from async_wsync import ModuleSource, TorchEngine
 from async_wsync.core.checksum import combined, model_digests
-from async_wsync.errors import EngineNotServing
+from async_wsync.errors import EngineNotServing, LockUnavailable
 from async_wsync.testing import ScriptedEngine
 from async_wsync.types import Timeouts
 
@@ -167,10 +167,14 @@ async def keep_sampling(name: str, engine: Any, samples: Samples, *, pause: floa
 
 
 async def is_free(lock: Any, *, within: float) -> bool:
-    """The lock is held by nobody, now or at most ``within`` seconds from now."""
+    """The lock is held by nobody, now or at most ``within`` seconds from now. Its server may be on its way back."""
     deadline = time.monotonic() + within
-    while (await lock.status())["held"]:
+    while True:
+        try:
+            if not (await lock.status())["held"]:
+                return True
+        except LockUnavailable:
+            pass
         if time.monotonic() > deadline:
             return False
         await asyncio.sleep(0.01)
-    return True
