@@ -21,7 +21,7 @@ from async_wsync.errors import EngineFailed
 from async_wsync.fleet import Fleet
 from async_wsync.links import Link, Links
 from async_wsync.own_checks import HasOwnChecks, check_own
-from async_wsync.patience import flush, not_resumed, resume
+from async_wsync.patience import GRACE, flush, not_resumed, resume
 from async_wsync.sources.pump import BucketStream, SourcePump
 from async_wsync.story import Settings, Story, Verify
 from async_wsync.transfer import Transfer
@@ -134,7 +134,7 @@ class Attempt:
                 self.record(engine).needs_reset = False
         with self.story.during("flush"):
             limit = self.settings.timeouts.flush
-            await self._everyone("flush", lambda e, c: flush(e, c, limit=limit), field="flush", grace=1.0)
+            await self._everyone("flush", lambda e, c: flush(e, c, limit=limit), field="flush", grace=GRACE)
         self.story.event("flushed")
         await self.begin()
 
@@ -304,7 +304,7 @@ class Attempt:
         call = self.call(limit)
         sent = [self.calls.start(e, "resume", resume(e, call, limit=limit)) for e in engines]
         if sent:
-            await asyncio.wait({s.task for s in sent}, timeout=limit + 1.0)
+            await asyncio.wait({s.task for s in sent}, timeout=limit + GRACE)
         for engine, one in zip(engines, sent, strict=True):
             self.record(engine).paused = not (one.task.done() and one.failure is None)
         self.calls.forget([s for s in sent if s.task.done() and s.failure is None])

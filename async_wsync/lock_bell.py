@@ -18,30 +18,40 @@ Address = tuple[str, int]
 
 
 class Bell:
-    """A waiter's end. ``host``: the address under which the lock server's node reaches this one."""
+    """A waiter's end. ``host``: the address under which the lock server's node reaches this one. Without a socket to
+    spare it never rings."""
 
     def __init__(self, host: str) -> None:
-        self._socket = socket.socket(_family(host), socket.SOCK_DGRAM)
-        self._socket.setblocking(False)
-        self._socket.bind(("", 0))
-        self.address: Address = (host, self._socket.getsockname()[1])
+        self.address: Address | None = None
+        self._socket: socket.socket | None = None
+        try:
+            self._socket = socket.socket(_family(host), socket.SOCK_DGRAM)
+            self._socket.setblocking(False)
+            self._socket.bind(("", 0))
+            self.address = (host, self._socket.getsockname()[1])
+        except OSError as error:
+            logger.debug("polling without a bell: %s", error)
 
     async def wait(self, delay: float) -> None:
         """Until it rings, or ``delay`` seconds have passed."""
+        if self._socket is None:
+            await asyncio.sleep(delay)
+            return
         loop = asyncio.get_running_loop()
         rung = loop.create_future()
-        loop.add_reader(self._socket, self._heard, rung)
+        loop.add_reader(self._socket, self._heard, self._socket, rung)
         try:
             await asyncio.wait([rung], timeout=delay)
         finally:
             loop.remove_reader(self._socket)
 
     def close(self) -> None:
-        self._socket.close()
+        if self._socket is not None:
+            self._socket.close()
 
-    def _heard(self, rung: asyncio.Future[None]) -> None:
+    def _heard(self, bell: socket.socket, rung: asyncio.Future[None]) -> None:
         try:
-            self._socket.recv(1)
+            bell.recv(1)
         except OSError:
             return  # a datagram of ours that could not be delivered, or one with a wrong checksum
         if not rung.done():

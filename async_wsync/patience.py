@@ -10,7 +10,10 @@ from async_wsync.core.backoff import full_jitter
 from async_wsync.errors import EngineBusy, EngineDied, EngineFailed, EngineReplaced
 from async_wsync.types import Call, RolloutEngine
 
-__all__ = ["flush", "not_resumed", "resume"]
+__all__ = ["GRACE", "flush", "not_resumed", "resume"]
+
+#: Seconds past the limit within which the last try may still answer: its own words say more than "no answer".
+GRACE = 0.25
 
 
 async def flush(engine: RolloutEngine, call: Call, *, limit: float) -> None:

@@ -165,8 +165,8 @@ async def _agree(rig: Rig, broadcaster: WeightBroadcaster, names: Iterable[str],
 STOP_LIMITS = Timeouts(
     connect=3, lock=30, pause=2, flush=2, begin=2, bucket=2, idle=10, end=2, resume=2, drain=1.5, close=1
 )
-#: What a stopped engine may cost: the limit of its phase (flush and resume grant themselves a second more), and 2 s.
-STOP_BOUND = 3.0 + 2.0
+#: What a stopped engine may cost: the limit of its phase, and 2 s.
+STOP_BOUND = 2.0 + 2.0
 
 
 async def fault_sweep(
