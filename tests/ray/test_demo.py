@@ -51,14 +51,10 @@ def test_the_demo_ends_with_every_engine_on_the_trainers_very_bytes(tmp_path: Pa
     assert shown.count(" yes ") == 2
 
 
-def test_the_demo_joins_a_running_cluster(ray_cluster: RayCluster, tmp_path: Path) -> None:
-    _, figures = run_demo(tmp_path, "--address", ray_cluster.address, "--engines", "1")
-    assert figures["ok"] is True
-    assert figures["versions"] == {"rollout-0": 3}
-
-
-def test_two_stages_survive_an_engine_killed_in_the_middle_of_their_update(tmp_path: Path) -> None:
-    shown, figures = run_demo(tmp_path, "--sources", "2", "--kill-engine-at", "2")
+def test_in_a_running_cluster_two_stages_survive_an_engine_killed_in_the_middle_of_their_update(
+    ray_cluster: RayCluster, tmp_path: Path
+) -> None:
+    shown, figures = run_demo(tmp_path, "--address", ray_cluster.address, "--sources", "2", "--kill-engine-at", "2")
     assert figures["killed"] == ["rollout-1"]
     assert "v2   loss" in shown
     assert "failed: update to version 2 failed in bucket" in shown, "the fault did not fire in the middle"

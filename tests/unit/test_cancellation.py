@@ -390,6 +390,7 @@ async def inner():
 async def main():
     asyncio.get_running_loop().call_later(0.1, os.kill, os.getpid(), signal.SIGINT)
     await finish(inner())
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells have their background jobs ignore it
 try:
     asyncio.run(main())
 except KeyboardInterrupt:
