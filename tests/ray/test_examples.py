@@ -6,6 +6,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -41,8 +43,15 @@ def test_every_example_is_tested() -> None:
     assert {path.stem for path in (ROOT / "examples").glob("*.py")} == SHOWS.keys()
 
 
+@pytest.fixture(scope="module")
+def runs() -> Iterator[dict[str, Future[str]]]:
+    """Two at a time: each mostly waits for its own cluster to start."""
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        yield {name: pool.submit(run, ROOT / "examples" / f"{name}.py") for name in SHOWS}
+
+
 @pytest.mark.parametrize("name", SHOWS)
-def test_the_example_runs_as_is(name: str) -> None:
-    shown = run(ROOT / "examples" / f"{name}.py")
+def test_the_example_runs_as_is(name: str, runs: dict[str, Future[str]]) -> None:
+    shown = runs[name].result()
     for pattern in SHOWS[name]:
         assert re.search(pattern, shown), shown
