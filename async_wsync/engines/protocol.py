@@ -11,6 +11,7 @@ unpickle, in the process of the source.
 from __future__ import annotations
 
 import pickle
+import threading
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -226,6 +227,8 @@ def _pickled(error: BaseException) -> bytes:
 
 # -------------------------------------------------------------------------------- update specs
 
+_packing = threading.Lock()
+
 
 def pack_update(update: UpdateSpec) -> bytes:
     """The spec as bytes, small and cheap to pickle again.
@@ -234,7 +237,9 @@ def pack_update(update: UpdateSpec) -> bytes:
     refer to the manifest's tensors; ValueError if one has a tensor that the manifest has not.
     """
     head = (update.update_id, update.version, update.group, update.strict)
-    return pickle.dumps((head, _pack_body(update.manifest, update.buckets)), protocol=5)
+    with _packing:  # each engine's adapter asks in a thread of its own, at the same moment
+        body = _pack_body(update.manifest, update.buckets)
+    return pickle.dumps((head, body), protocol=5)
 
 
 @recall(4, lambda manifest, buckets: (id(manifest), id(buckets)))
