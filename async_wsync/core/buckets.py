@@ -30,6 +30,7 @@ __all__ = [
     "Layout",
     "Slot",
     "Stager",
+    "detached",
     "dtype_name",
     "lay_out",
     "param_meta",
@@ -342,7 +343,7 @@ class Landing:
         self.layout = layout
         for meta in layout.params:
             _check_target(meta, targets.get(meta.name))
-        self._flat = [(slot, _detached(targets[slot.meta.name])) for slot in layout.flat]
+        self._flat = [(slot, detached(targets[slot.meta.name])) for slot in layout.flat]
         direct = [targets[meta.name].detach() for meta in layout.direct]
         first = next((target.device for target in [*direct, *(t for _, t in self._flat)]), "cpu")
         where = torch.empty(0, device=device or first).device  # "cuda" becomes "cuda:0"
@@ -379,7 +380,8 @@ def _check_target(meta: ParamMeta, target: torch.Tensor | None) -> None:
         )
 
 
-def _detached(tensor: torch.Tensor) -> torch.Tensor:
+def detached(tensor: torch.Tensor) -> torch.Tensor:
+    """Without grad; itself where it has none, since thousands of views cost milliseconds."""
     return tensor.detach() if tensor.requires_grad else tensor
 
 

@@ -8,7 +8,7 @@ from itertools import chain
 import torch
 from torch import nn
 
-from async_wsync.core.buckets import Landing, dtype_name, lay_out
+from async_wsync.core.buckets import Landing, detached, dtype_name, lay_out
 from async_wsync.errors import EngineRejected
 from async_wsync.types import BucketSpec, Manifest, ParamMeta, WireFormat
 
@@ -28,11 +28,7 @@ def named_targets(model: Model) -> dict[str, torch.Tensor]:
         named: Mapping[str, object] = model.state_dict(keep_vars=True)
     else:
         named = model() if callable(model) else model
-    return {
-        name: tensor.detach() if tensor.requires_grad else tensor
-        for name, tensor in named.items()
-        if isinstance(tensor, torch.Tensor)
-    }
+    return {name: detached(tensor) for name, tensor in named.items() if isinstance(tensor, torch.Tensor)}
 
 
 def model_device(model: Model) -> torch.device:

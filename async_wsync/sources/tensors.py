@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from async_wsync.core.buckets import param_meta
+from async_wsync.core.buckets import detached, param_meta
 from async_wsync.types import Manifest, ParamMeta
 
 __all__ = ["check_tensor", "describe", "gathered", "is_sharded", "wire_dtype"]
@@ -26,7 +26,7 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor, without grad. For a DTensor that is a collective of its mesh."""
-    plain = tensor.detach() if tensor.requires_grad else tensor
+    plain = detached(tensor)
     if not is_sharded(plain):
         return plain
     full: torch.Tensor = plain.detach().full_tensor()  # type: ignore[attr-defined]
