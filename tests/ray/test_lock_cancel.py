@@ -16,7 +16,7 @@ import ray
 from async_wsync.lock import BroadcastLock, PolledLock
 from async_wsync.lock_server import LockServer
 from async_wsync.testing.locks import BoolLockActor, SlowLockServer
-from tests.lock_cancel import KINDS, cancel_at, every_case, new_lock, storm, until_free, use_shortly
+from tests.lock_cancel import FREE_WITHIN, KINDS, cancel_at, every_case, new_lock, storm, until_free, use_shortly
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -116,7 +116,7 @@ async def test_a_polled_lock_survives_the_storm() -> None:
     handle = ray.remote(BoolLockActor).options(num_cpus=0).remote(strict=True)
 
     async def free() -> None:
-        limit = time.monotonic() + 2.0
+        limit = time.monotonic() + FREE_WITHIN
         while await handle.held.remote():
             assert time.monotonic() < limit, "left held"
 
