@@ -41,6 +41,13 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session
+def gate(session: nox.Session) -> None:
+    """Strided fault sweeps at the promised limits, about three minutes. Run nothing beside them."""
+    _install(session, "test")
+    _pytest(session, "-m", "gate", "--timeout=300")
+
+
+@nox.session
 def chaos(session: nox.Session) -> None:
     """The long fault sweeps."""
     _install(session, "test")
