@@ -38,6 +38,7 @@ from async_wsync.report import UpdateReport
 from async_wsync.round_update import RoundUpdate
 from async_wsync.rounds import UpdateRound
 from async_wsync.runtime.cancellation import finish
+from async_wsync.runtime.foreign import contained
 from async_wsync.sources.pump import SourcePump
 from async_wsync.story import Settings, Story, Verify
 from async_wsync.types import (
@@ -407,7 +408,8 @@ class WeightBroadcaster:
         if self._on_event is None:
             return
         try:
-            self._on_event(event)
+            with contained():
+                self._on_event(event)
         except Exception:
             logger.exception("on_event failed for %s", event)
 

@@ -22,6 +22,7 @@ from async_wsync.errors import (
     WeightSyncError,
 )
 from async_wsync.runtime.cancellation import settle
+from async_wsync.runtime.foreign import as_raised, contained
 from async_wsync.types import RolloutEngine
 
 __all__ = ["EngineCalls", "Interrupt", "Sent", "blame", "told", "watched"]
@@ -260,10 +261,12 @@ def _is_own(error: BaseException | None) -> bool:
 async def told(engine: str, phase: str, call: Awaitable[T], *, bucket: int | None = None) -> T:
     """The answer to ``call``. Adapters promise to raise `EngineFailed` and nothing else; hold them to it."""
     try:
-        return await call
+        with contained(awaits=True):
+            return await call
     except EngineFailed:
         raise
-    except Exception as error:
+    except Exception as caught:
+        error = as_raised(caught)
         text = str(error) if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"
         raise EngineFailed(f"{engine}: {phase}: {text}", engine=engine, phase=phase, bucket=bucket) from error
 

@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from async_wsync.runtime.foreign import contained
 from async_wsync.types import Progress
 
 __all__ = [
@@ -213,7 +214,8 @@ class SafeProgress:
 
     def _guard(self, call: Callable[[], None]) -> None:
         try:
-            call()
+            with contained():
+                call()
         except Exception:
             self._broken = True
             if not self._logged:

@@ -21,6 +21,7 @@ from async_wsync.engines.desk import Desk, Hooks
 from async_wsync.engines.targets import Model, model_device, named_targets
 from async_wsync.engines.tickets import Tickets
 from async_wsync.errors import EngineFailed, EngineReplaced, StaleFence
+from async_wsync.runtime.foreign import contained
 from async_wsync.runtime.threads import DaemonWorker
 from async_wsync.types import Call, EngineInfo
 
@@ -67,8 +68,9 @@ class Reception:
             return self._reply(verb.ticket)
         if self._tickets.open(request.id):
             try:
-                self._admit(request)
-                answer = self._verbs[type(verb)](request.call, verb)
+                with contained():
+                    self._admit(request)
+                    answer = self._verbs[type(verb)](request.call, verb)
             except Exception as error:
                 self._tickets.settle(request.id, error=error)
             else:

@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 
 import anyio
 
+from async_wsync.runtime.foreign import contained
+
 __all__ = ["finish", "settle"]
 
 logger = logging.getLogger(__name__)
@@ -65,7 +67,8 @@ async def finish(
             return inner.result()
         late = inner.exception() if inner.done() and not inner.cancelled() else None
         raise TimeoutError(f"{what} did not finish within {timeout:g} s") from late
-    return inner.result()
+    with contained(awaits=True):  # it may have been cancelled from within, which is not our caller's cancellation
+        return inner.result()
 
 
 async def settle(

@@ -13,6 +13,8 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
+from async_wsync.runtime.foreign import ordinary
+
 __all__ = ["DaemonWorker", "pause", "run_bounded", "spawn", "start_daemon", "wait_done", "wait_for"]
 
 T = TypeVar("T")
@@ -34,7 +36,8 @@ class _Call(Generic[T]):
         try:
             result = self.fn(*self.args)
         except BaseException as error:  # the thread's outermost catch: the future carries it
-            self.future.set_exception(error)
+            # Whoever awaits it must not take what ended the call here for the end of itself.
+            self.future.set_exception(ordinary(error))
         else:
             self.future.set_result(result)
 
@@ -80,7 +83,7 @@ class DaemonWorker:
         return self._thread
 
     def submit(self, fn: Callable[..., T], *args: Any) -> Future[T]:
-        """Queue ``fn(*args)``. Raises RuntimeError once closed."""
+        """Queue ``fn(*args)``; whatever it raises, the future fails with an Exception. RuntimeError once closed."""
         call = _Call(fn, args)
         with self._lock:
             if self._closed:

@@ -16,6 +16,7 @@ import torch
 
 from async_wsync.core.buckets import plan_buckets, torch_dtype
 from async_wsync.errors import SourceError, WeightSyncError
+from async_wsync.runtime.foreign import as_raised
 from async_wsync.runtime.threads import DaemonWorker, wait_done, wait_for
 from async_wsync.sources.stream import BucketStream, StagedBucket, let_go, wire_digest
 from async_wsync.types import BucketSpec, Manifest, WeightSource, WireFormat
@@ -58,6 +59,7 @@ class SourcePump:
         self._digests: dict[str, str] | None = {} if digests else None
         self._streams: list[BucketStream] = []
         self._walks: dict[Future[Any], threading.Event] = {}
+        self._collective = False
         self._owes_a_walk = False
 
     def __repr__(self) -> str:
@@ -76,14 +78,15 @@ class SourcePump:
             except (ValueError, WeightSyncError):
                 raise
             except Exception as error:
-                raise SourceError(f"the source could not tell its manifest: {error!r}") from error
+                cause = as_raised(error)
+                raise SourceError(f"the source could not tell its manifest: {cause!r}") from cause
         return self._manifest
 
     def _describe(self) -> Manifest:
         manifest = self.source.manifest()
         device = getattr(self.source, "device", None)
         self._source_device = torch.device(device) if device is not None else None
-        self._owes_a_walk = bool(getattr(self.source, "collective", False))
+        self._owes_a_walk = self._collective = bool(getattr(self.source, "collective", False))
         return _familiar(manifest)
 
     async def plan(self, *, bucket_bytes: int, atomic_groups: Sequence[str] = ()) -> tuple[BucketSpec, ...]:
@@ -136,7 +139,7 @@ class SourcePump:
         else would take part in a second walk.
         """
         manifest = await self.manifest()
-        if getattr(self.source, "collective", False):
+        if self._collective:
             return None
         return await self._walk(partial(_first_rows, manifest, frozenset(names)))
 
@@ -153,7 +156,8 @@ class SourcePump:
         except WeightSyncError:
             raise
         except Exception as error:
-            raise SourceError(f"the source failed when it was read again: {error!r}") from error
+            cause = as_raised(error)
+            raise SourceError(f"the source failed when it was read again: {cause!r}") from cause
         finally:
             given_up.set()
 

@@ -14,6 +14,7 @@ import torch
 from async_wsync.core.buckets import Stager, dtype_name, lay_out, torch_dtype
 from async_wsync.core.checksum import tensor_digest
 from async_wsync.errors import SourceError, WeightSyncError
+from async_wsync.runtime.foreign import as_raised
 from async_wsync.runtime.threads import DaemonWorker
 from async_wsync.types import BucketSpec, ParamMeta, WeightSource, WireFormat
 
@@ -95,8 +96,9 @@ class BucketStream:
             return
         if isinstance(error, WeightSyncError):
             raise error
+        cause = as_raised(error)
         where = f"after {self._walk.last!r}" if self._walk.last else "before its first tensor"
-        raise SourceError(f"the source failed {where}: {error!r}", param=self._walk.last) from error
+        raise SourceError(f"the source failed {where}: {cause!r}", param=self._walk.last) from cause
 
     # The rest runs in the worker's thread.
 
