@@ -267,8 +267,15 @@ async def told(engine: str, phase: str, call: Awaitable[T], *, bucket: int | Non
         raise
     except Exception as caught:
         error = as_raised(caught)
-        text = str(error) if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"
-        raise EngineFailed(f"{engine}: {phase}: {text}", engine=engine, phase=phase, bucket=bucket) from error
+        raise EngineFailed(f"{engine}: {phase}: {_text(error)}", engine=engine, phase=phase, bucket=bucket) from error
+
+
+def _text(error: BaseException) -> str:
+    if isinstance(error, WeightSyncError):
+        return str(error)
+    if isinstance(error, asyncio.CancelledError):
+        return "its adapter was cancelled from within"
+    return f"{type(error).__name__}: {error}"
 
 
 def watched(work: Coroutine[Any, Any, T], *, name: str | None = None) -> asyncio.Task[T]:

@@ -157,7 +157,7 @@ async def test_what_an_engines_adapter_raises_is_the_engines_failure(error: type
         name = "e0"
 
     sent = calls.start(Engine(), "check", adapter_that(error)())  # type: ignore[arg-type]
-    with pytest.raises(EngineFailed, match=f"e0: check: {error.__name__}") as caught:
+    with pytest.raises(EngineFailed, match="e0: check: ") as caught:
         await calls.first_failure([sent], limit=10, field="begin")
     assert caught.value.engine == "e0"
     assert type(caught.value.__cause__) is error
@@ -169,7 +169,7 @@ async def test_a_future_that_somebody_else_cancelled_is_the_engines_failure_not_
         future.cancel()
         await future
 
-    with pytest.raises(EngineFailed, match="CancelledError"):
+    with pytest.raises(EngineFailed, match="cancelled from within"):
         await told("e0", "check", method())
 
 
