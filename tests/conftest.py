@@ -1,4 +1,5 @@
-"""What every test shares: one small Ray cluster, and a check that no asyncio task is left behind."""
+"""What every test shares: one small Ray cluster, a check that no asyncio task is left behind, and tables of what sweeps
+measured at the end of the run."""
 
 from __future__ import annotations
 
@@ -7,10 +8,10 @@ import inspect
 import os
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import pytest
 from hypothesis import settings
@@ -95,3 +96,36 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
     for item in items:
         if inspect.iscoroutinefunction(getattr(item, "function", None)) and "no_tasks_left" not in item.fixturenames:
             item.fixturenames.insert(0, "no_tasks_left")
+
+
+class Figures(Protocol):
+    """What a sweep measured, as a row of a table. Those with equal ``COLUMNS`` stand in one table."""
+
+    COLUMNS: ClassVar[str]
+    what: str
+
+    def row(self) -> str: ...
+
+
+Report = Callable[[Figures], None]
+
+_FIGURES = pytest.StashKey[list[Figures]]()
+
+
+@pytest.fixture
+def report_figures(pytestconfig: pytest.Config) -> Report:
+    """Call it with what was measured."""
+    return pytestconfig.stash.setdefault(_FIGURES, []).append
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    tables: dict[str, list[Figures]] = {}
+    for figures in config.stash.get(_FIGURES, []):
+        tables.setdefault(figures.COLUMNS, []).append(figures)
+    for columns, rows in tables.items():
+        terminalreporter.write_line(f"\n{columns}\n{'|---' * (columns.count('|') - 1)}|")
+        for row in rows:
+            terminalreporter.write_line(row.row())
+        for row in rows:
+            for retried in getattr(row, "retried", ()):
+                terminalreporter.write_line(f"LATE, in time when tried again: {row.what}: {retried}")

@@ -148,11 +148,11 @@ class Samples:
         return [key for key in self.made if key[0] is not None and whole.get(key[0]) != key[1]]
 
 
-async def keep_sampling(name: str, engine: Any, samples: Samples, *, pause: float = 0.0) -> None:
-    """Generate for ever; ends with the engine."""
+async def keep_sampling(name: str, engine: Any, samples: Samples, *, pause: float = 0.0, seconds: float = 0.0) -> None:
+    """Generate for ever, ``seconds`` at a time; ends with the engine."""
     while True:
         try:
-            sample = await engine.generate.remote()
+            sample = await engine.generate.remote(seconds)
         except ray.exceptions.RayActorError:
             return
         except ray.exceptions.RayTaskError as error:

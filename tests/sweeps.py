@@ -1,97 +1,139 @@
-"""Replaying an update with a fault at every point of it, and what must hold after each: short in the default tests,
-in full in the chaos run."""
+"""Replaying an update with a fault at every point of it, and what must hold after each: some points in the default
+tests and the gate, all of them in the chaos run."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import logging
 import signal
-import sys
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
-from async_wsync import BroadcastLock, EngineDied, EngineState, ModuleSource, Timeouts, UpdateFailed, WeightBroadcaster
+from async_wsync import (
+    BroadcastLock,
+    EngineDied,
+    EngineState,
+    ModuleSource,
+    Timeouts,
+    UpdateFailed,
+    WeightBroadcaster,
+)
+from async_wsync.core.checksum import combined, model_digests
 from async_wsync.sources.stream import StagedBucket
-from async_wsync.testing import CANCEL_KINDS, CancelKind, LoopGapMeter, cancel_at_every_await, kill_at_every_event
+from async_wsync.testing import CANCEL_KINDS, CancelKind, KillRun, cancel_at_every_await, kill_at_every_event
 from async_wsync.types import EventHook, UpdateEvent
+from tests.fleet_rig import Samples, keep_sampling
 from tests.ray.fleet import LIMITS, NAMES, Rig, a_model, until, update_tasks
+from tests.sweep_figures import Figures, Points, Promised, Verdict, measured_gaps
 
-CONTROL = """
-import asyncio, sys
-from async_wsync.runtime.loop_gap import LoopGapMeter
+#: For engines that are stopped: each phase 2 s.
+STOP_LIMITS = Timeouts(
+    connect=3, lock=30, pause=2, flush=2, begin=2, bucket=2, idle=10, end=2, resume=2, drain=1.5, close=1
+)
+STOP_PHASE = 2.0
+PART = ("1.", "3.")
 
-async def main():
-    reader = asyncio.StreamReader()
-    loop = asyncio.get_running_loop()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    with LoopGapMeter() as meter:
-        while await reader.readline():
-            print(meter.reset(), flush=True)
 
-asyncio.run(main())
-"""
+@dataclass(frozen=True)
+class Setting:
+    """What is swept over. ``partial``: the update under test sends two layers of five, with ``strict=False``.
+    ``generating``: the engines, whose actors are single-threaded, generate all the while."""
+
+    topology: str = "shared"
+    partial: bool = False
+    generating: bool = False
+
+    def __str__(self) -> str:
+        words = ["partial"] * self.partial + ["generating"] * self.generating
+        return ", ".join(([] if self.topology == "shared" else [self.topology]) + words)
+
+
+SETTINGS = (Setting(), Setting(topology="per_engine"), Setting(partial=True), Setting(generating=True))
 
 
 @dataclass
-class Figures:
-    """What a sweep measured. ``gap`` and ``control_gap``: the longest of this loop, and of an idle process's, in s."""
+class Subject:
+    """Engines under a setting, the versions that were sent to them, and the checksum that each version stands for."""
 
-    COLUMNS: ClassVar[str] = "| fault | runs | hit | wrong | slowest | loop gap | an idle process's |"
+    rig: Rig
+    setting: Setting
+    names: Sequence[str]
+    whole: dict[int, str] = field(default_factory=dict)
+    samples: Samples = field(default_factory=Samples)
+    _samplers: list[asyncio.Task[None]] = field(default_factory=list)
 
-    what: str
-    runs: int = 0
-    fired: int = 0
-    slowest: float = 0.0
-    gap: float = 0.0
-    control_gap: float = 0.0
-    wrong: list[str] = field(default_factory=list)
+    def full(self, broadcaster: WeightBroadcaster, **options: Any) -> Coroutine[Any, Any, Any]:
+        """An update with the weights that engines have before the one under test, and after their healing."""
+        version = self.rig.next_version()
+        self.whole[version] = combined(model_digests(a_model(2).state_dict()))
+        return broadcaster.update_weights(ModuleSource(a_model(2)), version=version, **options)
 
-    def check(self, right: bool, what: str) -> None:
-        if not right:
-            self.wrong.append(what)
+    def tested(self, broadcaster: WeightBroadcaster) -> Coroutine[Any, Any, Any]:
+        """The update under test."""
+        version, part = self.rig.next_version(), PART if self.setting.partial else ("",)
+        state, new = a_model(2).state_dict(), a_model(1)
+        state |= {name: tensor for name, tensor in new.state_dict().items() if name.startswith(part)}
+        self.whole[version] = combined(model_digests(state))
+        source = ModuleSource(new, include=lambda name: name.startswith(part))
+        return broadcaster.update_weights(source, version=version, strict=not self.setting.partial)
 
-    def row(self) -> str:
-        return (
-            f"| {self.what} | {self.runs} | {self.fired} | {len(self.wrong)} | {self.slowest:.2f} s "
-            f"| {self.gap * 1e3:.0f} ms | {self.control_gap * 1e3:.0f} ms |"
-        )
+    def sample(self, name: str) -> None:
+        """The engine generates until it dies; so does one that takes its place."""
+        if self.setting.generating:
+            sampling = keep_sampling(name, self.rig.handles[name], self.samples, pause=0.01, seconds=0.02)
+            self._samplers.append(asyncio.create_task(sampling))
 
-    def line(self) -> str:
-        verdict = "all right" if not self.wrong else f"{len(self.wrong)} WRONG"
-        gaps = f"gap {self.gap * 1e3:.0f} ms (idle process {self.control_gap * 1e3:.0f} ms)"
-        return f"{self.what}: {self.fired} of {self.runs} runs hit, {verdict}, slowest {self.slowest:.2f} s, {gaps}"
+    async def end_samples(self) -> None:
+        for sampler in self._samplers:
+            sampler.cancel()
+        ends = await asyncio.gather(*self._samplers, return_exceptions=True)
+        failures = [end for end in ends if isinstance(end, Exception)]
+        assert not failures, failures
+
+    async def agrees(self, name: str, believed: EngineState, verdict: Verdict) -> None:
+        """The engine is current, with the bytes of its version, or torn and paused; the broadcaster knows which."""
+        (state, version), sample = await self.rig.state(name), await self.rig.sample(name)
+        if believed is EngineState.TORN and state == "current":
+            # A bucket was announced, of which no byte has reached it.
+            verdict.check(sample is None, f"{name} is believed torn, and serves")
+            return
+        verdict.check(state == believed.value, f"{name} is {state}, the broadcaster believes {believed}")
+        verdict.check(state in ("current", "torn"), f"{name} is {state}")
+        verdict.check((sample is not None) is (state == "current"), f"{name} is {state}, serving {sample}")
+        if state == "current" and sample is not None:
+            verdict.check(sample == (version, self.whole.get(version or 0)), f"{name} is torn, and says {version}")
+
+    async def heals(self, broadcaster: WeightBroadcaster, verdict: Verdict) -> None:
+        """The next update works, at once. If not, one after it, so that the sweep can go on."""
+
+        async def works() -> bool:
+            try:
+                await self.full(broadcaster, verify="engines")
+            except UpdateFailed as failure:
+                verdict.check(False, f"the next update: {failure}")
+                return False
+            states = set(broadcaster.engine_states.values())
+            verdict.check(states == {EngineState.CURRENT}, f"the next update left {broadcaster.engine_states}")
+            return states == {EngineState.CURRENT}
+
+        await until(works)
 
 
 @asynccontextmanager
-async def measured_gaps(figures: Figures) -> AsyncIterator[LoopGapMeter]:
-    """Meters this loop and, beside it, the loop of a process that does nothing: the machine's own share.
-
-    What torch and Ray have allocated by now is kept out of Python's garbage collections: one full collection of it
-    was measured to take 0.25 s, whoever causes it.
-    """
-    gc.collect()
-    gc.freeze()
-    logging.disable(logging.WARNING)  # pytest keeps every record, and with it the frames of the failures
-    control = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", CONTROL, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
-    )
-    assert control.stdin is not None
-    assert control.stdout is not None
-    control.stdin.write(b"\n")
-    await control.stdout.readline()
+async def subject(rig: Rig, setting: Setting, names: Sequence[str], figures: Figures) -> AsyncIterator[Subject]:
+    subject = Subject(rig, setting, names)
+    for name in names:
+        subject.sample(name)
     try:
-        with LoopGapMeter() as meter:
-            yield meter
-        control.stdin.write(b"\n")
-        figures.control_gap = float(await control.stdout.readline())
+        yield subject
     finally:
-        gc.unfreeze()
-        logging.disable(logging.NOTSET)
-        control.stdin.close()
-        await control.wait()
+        await subject.end_samples()
+    # Before the first of these updates they hold what an earlier test has left.
+    torn = [sample for sample in subject.samples.torn(subject.whole) if sample[0] in subject.whole]
+    figures.wrong += [f"generated from a mix: {sample}" for sample in torn]
+    assert subject.samples.count or not setting.generating
 
 
 # ------------------------------------------------------------------------------- cancellation
@@ -105,68 +147,42 @@ async def cancel_sweep(
     at: Iterable[int] | None = None,
     on_cancel: Any = "finish",
     names: Sequence[str] = NAMES[:2],
+    setting: Setting = Setting(),
+    promised: Promised,
     look_for_leaks_every: int = 25,
 ) -> Figures:
     """Cancel a clean update at each of its awaits; after each, all must be at rest and the next update must work."""
-    figures = Figures(f"cancel, on_cancel={on_cancel!r}, {'/'.join(kinds)}")
-    at = None if at is None else list(at)
-    source, healing = ModuleSource(a_model(1)), ModuleSource(a_model(2))
+    figures = Figures(f"cancel {'/'.join(kinds)}, {on_cancel!r}" + (f", {setting}" if str(setting) else ""))
+    points = Points(at)
     async with (
-        measured_gaps(figures) as meter,
-        rig.broadcaster(names, lock=lock, on_cancel=on_cancel) as broadcaster,
+        measured_gaps() as gaps,
+        rig.broadcaster(names, lock=lock, on_cancel=on_cancel, topology=setting.topology) as broadcaster,
+        subject(rig, setting, names, figures) as fleet,
     ):
-        await broadcaster.update_weights(healing, version=rig.next_version())
+        await fleet.full(broadcaster)
+        await gaps.begin()
 
-        def update() -> Any:
-            meter.reset()
-            return broadcaster.update_weights(source, version=rig.next_version())
-
-        async for run in cancel_at_every_await(update, kinds=kinds, at=at):
-            figures.gap = max(figures.gap, meter.longest)
-            figures.runs += 1
-            figures.fired += run.fired
-            figures.slowest = max(figures.slowest, run.seconds)
-            where = f"{run.kind} at await {run.at} of {run.awaits}"
-            figures.check(run.outcome not in ("hung", "raised"), f"{where}: {run.outcome} {run.error!r}")
-            figures.check(run.cancelling == 0, f"{where}: cancelling {run.cancelling}")
-            figures.check(not update_tasks(), f"{where}: tasks left: {update_tasks()}")
+        async for run in cancel_at_every_await(lambda: fleet.tested(broadcaster), kinds=kinds, at=points):
+            verdict = Verdict(f"{run.kind} at await {run.at} of {run.awaits}", seconds=run.seconds)
+            verdict.held_the_loop(await gaps.end(), limit=promised.loop_gap)
+            verdict.check(run.outcome not in ("hung", "raised"), f"{run.outcome} {run.error!r}")
+            verdict.check(run.cancelling == 0, f"cancelling {run.cancelling}")
+            verdict.check(not update_tasks(), f"tasks left: {update_tasks()}")
             status = await lock.status(timeout=60)
-            figures.check(not status["held"] and not status["waiters"], f"{where}: lock {status}")
-            await _agree(rig, broadcaster, names, figures, where)
-            if figures.runs % look_for_leaks_every == 0:
+            verdict.check(not status["held"] and not status["waiters"], f"lock {status}")
+            for name in names:
+                await fleet.agrees(name, broadcaster.engine_states[name], verdict)
+            if figures.runs % look_for_leaks_every == look_for_leaks_every - 1:
                 gc.collect()
                 left = [o for o in gc.get_objects() if isinstance(o, StagedBucket) and o.wire]
-                figures.check(not left, f"{where}: {len(left)} buckets still referenced")
-            await broadcaster.update_weights(healing, version=rig.next_version())
-            current = set(broadcaster.current_engines()) == set(names)
-            figures.check(current, f"{where}: the next update left {broadcaster.engine_states}")
+                verdict.check(not left, f"{len(left)} buckets still referenced")
+            await fleet.heals(broadcaster, verdict)
+            figures.settle(verdict, points, hit=run.fired)
+            await gaps.begin()
     return figures
 
 
-async def _agree(rig: Rig, broadcaster: WeightBroadcaster, names: Iterable[str], figures: Figures, where: str) -> None:
-    """The engines are current or torn, never unknown, and see it as the broadcaster does."""
-    for name in names:
-        believed, (state, version) = broadcaster.engine_states[name], await rig.state(name)
-        if believed is EngineState.TORN and state == "current":
-            # A bucket was announced, of which no byte has reached it.
-            figures.check(not await rig.serves(name), f"{where}: {name} is believed torn, and serves")
-            continue
-        figures.check(state == believed.value, f"{where}: {name} is {state}, the broadcaster believes {believed}")
-        figures.check(state in ("current", "torn"), f"{where}: {name} is {state}")
-        figures.check(
-            state != "current" or version == broadcaster.version,
-            f"{where}: {name} {version}, not {broadcaster.version}",
-        )
-        figures.check(await rig.serves(name) is (state == "current"), f"{where}: {name} is {state}, serving wrong")
-
-
 # ------------------------------------------------------------------------------- kills and stops
-
-STOP_LIMITS = Timeouts(
-    connect=3, lock=30, pause=2, flush=2, begin=2, bucket=2, idle=10, end=2, resume=2, drain=1.5, close=1
-)
-#: What a stopped engine may cost: the limit of its phase, and 2 s.
-STOP_BOUND = 2.0 + 2.0
 
 
 async def fault_sweep(
@@ -176,103 +192,75 @@ async def fault_sweep(
     number: int = signal.SIGKILL,
     victims: Iterable[str] = NAMES,
     at: Iterable[int] | None = None,
-    soon: float = 1.0,
+    setting: Setting = Setting(),
+    promised: Promised,
 ) -> Figures:
     """Kill (or stop) an engine at each event of an update; survivors must be whole or torn and paused, and heal."""
     killing = number == signal.SIGKILL
-    figures = Figures("kill -9" if killing else "SIGSTOP")
-    at = None if at is None else list(at)
+    figures = Figures(("kill -9" if killing else "SIGSTOP") + (f", {setting}" if str(setting) else ""))
     limits = LIMITS if killing else STOP_LIMITS
-    old, new = ModuleSource(a_model(1)), ModuleSource(a_model(2))
+    bound = promised.first_failure if killing else STOP_PHASE + limits.drain + promised.settling
     hooks: list[EventHook] = []
-    versions = [0, 0]
+    measured = (0.0, 0.0)
+    points = Points(at)
 
     def on_event(event: UpdateEvent) -> None:
-        if hooks and event.version == versions[1]:
+        if hooks:
             hooks[0](event)
 
     async with (
-        measured_gaps(figures) as meter,
-        rig.broadcaster(lock=lock, timeouts=limits, on_event=on_event, num_buffers=1) as broadcaster,
+        measured_gaps() as gaps,
+        rig.broadcaster(
+            lock=lock, timeouts=limits, on_event=on_event, num_buffers=1, topology=setting.topology
+        ) as broadcaster,
+        subject(rig, setting, NAMES, figures) as fleet,
     ):
 
         async def scenario(hook: EventHook, victim: str) -> Any:
-            versions[:] = [rig.next_version(), rig.next_version()]
-            await broadcaster.update_weights(old, version=versions[0])
+            nonlocal measured
+            await fleet.full(broadcaster)
+            await gaps.begin()
             hooks[:] = [hook]
-            meter.reset()
             try:
-                return await broadcaster.update_weights(new, version=versions[1])
+                return await fleet.tested(broadcaster)
             finally:
-                figures.gap = max(figures.gap, meter.longest)
+                measured = await gaps.end()
                 hooks.clear()
 
         def strike(name: str) -> None:
             rig.kill(name, number)
 
-        async for run in kill_at_every_event(scenario, victims, strike, at=at):
-            figures.runs += 1
+        async for run in kill_at_every_event(scenario, victims, strike, at=points):
+            bucket = "" if run.event is None or run.event.bucket is None else f" {run.event.bucket}"
+            verdict = Verdict(f"{run.victim} at {run.event.kind}{bucket}" if run.event else "a clean update")
+            verdict.held_the_loop(measured, limit=promised.loop_gap)
             if not run.fired:
-                figures.check(run.error is None, f"a clean update failed: {run.error}")
-                continue
-            figures.fired += 1
-            assert run.event is not None
-            figures.slowest = max(figures.slowest, run.seconds_after)
-            bucket = "" if run.event.bucket is None else f" {run.event.bucket}"
-            where = f"{run.victim} at {run.event.kind}{bucket}"
-            bound = soon if killing else STOP_BOUND
-            figures.check(run.seconds_after <= bound, f"{where}: {run.seconds_after:.2f} s")
-            _check_error(run, figures, where)
-            held = (await lock.status(timeout=60))["held"]
-            figures.check(not held, f"{where}: lock held")
-            await _check_survivors(rig, broadcaster, run.victim, versions, figures, where)
-            await _bring_back(rig, broadcaster, run.victim, killing)
-            await _heal(broadcaster, old, rig, figures, where)
-            await rig.ready()
+                verdict.check(run.error is None, f"failed: {run.error}")
+            else:
+                verdict.took(run.seconds_after, limit=bound)
+                _check_error(run, verdict)
+                verdict.check(not (await lock.status(timeout=60))["held"], "lock held")
+                for name in NAMES:
+                    if name != run.victim:
+                        await fleet.agrees(name, broadcaster.engine_states[name], verdict)
+                if killing:
+                    await broadcaster.replace_engine(run.victim, await rig.revive(run.victim))
+                    fleet.sample(run.victim)
+                else:
+                    rig.kill(run.victim, signal.SIGCONT)
+                await fleet.heals(broadcaster, verdict)
+                await rig.ready()
+            figures.settle(verdict, points, hit=run.fired)
     return figures
 
 
-def _check_error(run: Any, figures: Figures, where: str) -> None:
+def _check_error(run: KillRun[str], verdict: Verdict) -> None:
+    assert run.event is not None
     if run.error is None:
         late = run.event.kind in ("resumed", "update_finished", "published")
-        figures.check(late, f"{where}: nobody noticed")
+        verdict.check(late, "nobody noticed")
         return
     named = isinstance(run.error, UpdateFailed) and run.error.at_fault == (run.victim,)
-    figures.check(named, f"{where}: {type(run.error).__name__} {getattr(run.error, 'at_fault', None)}: {run.error}")
+    verdict.check(named, f"{type(run.error).__name__} {getattr(run.error, 'at_fault', None)}: {run.error}")
     died = isinstance(run.error.__cause__, EngineDied) or run.victim in str(run.error.__cause__)
-    figures.check(died, f"{where}: cause {run.error.__cause__!r}")
-
-
-async def _check_survivors(
-    rig: Rig, broadcaster: WeightBroadcaster, victim: str, versions: list[int], figures: Figures, where: str
-) -> None:
-    for name in NAMES:
-        if name == victim:
-            continue
-        state, version = await rig.state(name)
-        serves, believed = await rig.serves(name), broadcaster.engine_states[name]
-        # Where a bucket was announced we must believe the engine torn, though no byte may have reached it.
-        whole = state == "current" and version in versions and serves is (believed is not EngineState.TORN)
-        torn = state == "torn" and not serves and believed is EngineState.TORN
-        figures.check(whole or torn, f"{where}: {name} {state} {version} serves={serves}, believed {believed}")
-
-
-async def _bring_back(rig: Rig, broadcaster: WeightBroadcaster, victim: str, killing: bool) -> None:
-    if killing:
-        await broadcaster.replace_engine(victim, await rig.revive(victim))
-    else:
-        rig.kill(victim, signal.SIGCONT)
-
-
-async def _heal(broadcaster: WeightBroadcaster, source: ModuleSource, rig: Rig, figures: Figures, where: str) -> None:
-    """The next update works. An engine that was stopped may still be busy with what it was asked then."""
-
-    async def works() -> bool:
-        try:
-            await broadcaster.update_weights(source, version=rig.next_version(), verify="engines")
-        except UpdateFailed as failure:
-            figures.check(not isinstance(failure.__cause__, EngineDied), f"{where}: next update: {failure}")
-            return False
-        return set(broadcaster.engine_states.values()) == {EngineState.CURRENT}
-
-    await until(works)
+    verdict.check(died, f"cause {run.error.__cause__!r}")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests import fleet_netns, lock_netns
-from tests.chaos.conftest import Report
-from tests.conftest import RayCluster
+from tests.conftest import RayCluster, Report
 from tests.fleet_scenarios import drop_sweep, opposite_orders, random_chaos, replace_many, source_kill_sweep
 from tests.lock_scenarios import Figures
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from tests import lock_netns
-from tests.chaos.conftest import SLACK, Report
+from tests.chaos.conftest import SLACK
+from tests.conftest import Report
 from tests.lock_cancel import every_case, new_lock, storm, until_free, use_shortly
 from tests.lock_scenarios import Figures, contention, kill_holders, kill_server, percentile, stop_holders
 

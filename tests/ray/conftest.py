@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 import ray
 
 from async_wsync import BroadcastLock
-from tests.conftest import RayCluster
+from tests.conftest import RayCluster, Report
 from tests.ray.fleet import NAMES, Rig
+from tests.sweep_figures import Figures
+
+Judge = Callable[..., None]
 
 
 @pytest.fixture(scope="session")
@@ -37,3 +40,15 @@ async def lock(ray_cluster: RayCluster) -> AsyncIterator[BroadcastLock]:
     await lock.status(timeout=90)  # its actor is there
     yield lock
     await lock.shutdown()
+
+
+@pytest.fixture
+def judge(report_figures: Report) -> Judge:
+    """Reports what a sweep measured. Fails if anything was wrong, or if its fault struck less often than ``hits``."""
+
+    def judge(figures: Figures, *, hits: int = 1) -> None:
+        report_figures(figures)
+        assert not figures.wrong, "\n".join(figures.wrong[:20])
+        assert figures.fired >= hits
+
+    return judge

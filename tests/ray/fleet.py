@@ -109,13 +109,16 @@ class Rig:
     async def state(self, name: str) -> tuple[str, int | None]:
         return tuple(await call(self.handles[name].state.remote()))  # type: ignore[return-value]
 
+    async def sample(self, name: str) -> tuple[int | None, str] | None:
+        """What the engine generates: its version and the checksum of what it holds. None if it lets nobody in."""
+        try:
+            return tuple(await call(self.handles[name].generate.remote()))  # type: ignore[return-value]
+        except Exception:
+            return None
+
     async def serves(self, name: str) -> bool:
         """Whether the engine lets a generation in."""
-        try:
-            await call(self.handles[name].generate.remote())
-        except Exception:
-            return False
-        return True
+        return await self.sample(name) is not None
 
     async def holds(self, name: str, model: nn.Module) -> bool:
         return bool(await call(self.handles[name].digests.remote()) == model_digests(model.state_dict()))
