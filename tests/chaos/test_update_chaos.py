@@ -106,6 +106,7 @@ async def test_another_kind_of_update_meets_a_fault_at_every_second_event(
     judge(figures)
 
 
+@pytest.mark.gate
 async def test_an_engines_own_error_precedes_a_group_timeout_of_twenty_seconds(
     rig: Rig, lock: BroadcastLock, judge: Judge
 ) -> None:
@@ -181,6 +182,7 @@ def resources(pid: int) -> tuple[int, int]:
     return len(os.listdir(f"/proc/{pid}/fd")), int(status.split("Threads:")[1].split()[0])
 
 
+@pytest.mark.gate
 async def test_thirty_connects_and_closes_leave_descriptors_and_threads_as_they_were(
     rig: Rig, lock: BroadcastLock, judge: Judge
 ) -> None:

@@ -10,7 +10,7 @@ import ray
 
 from async_wsync import BroadcastLock
 from tests.conftest import RayCluster, Report
-from tests.ray.fleet import NAMES, Rig
+from tests.ray.fleet import Rig
 from tests.sweep_figures import Figures
 
 Judge = Callable[..., None]
@@ -19,10 +19,9 @@ Judge = Callable[..., None]
 @pytest.fixture(scope="session")
 def _rig(ray_cluster: RayCluster) -> Iterator[Rig]:
     rig = Rig()
-    for name in NAMES:
-        rig.start(name)
+    rig.start()
     yield rig
-    for handle in rig.handles.values():
+    for handle in [*rig.handles.values(), *rig.spares]:
         ray.kill(handle)
 
 

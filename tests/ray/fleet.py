@@ -69,17 +69,23 @@ class Rig:
     build: Any = a_model
     handles: dict[str, Any] = field(default_factory=dict)
     pids: dict[str, int] = field(default_factory=dict)
+    spares: list[Any] = field(default_factory=list)
     _fired_before: dict[str, int] = field(default_factory=dict)
     version: int = 0
 
-    def start(self, name: str) -> None:
-        self.handles[name] = start_engine(self.build)
-        self.pids[name] = ray.get(self.handles[name].pid.remote(), timeout=120)
-        self._fired_before[name] = 0
+    def start(self) -> None:
+        self.handles = {name: start_engine(self.build) for name in NAMES}
+        for name, handle in self.handles.items():
+            self.pids[name] = ray.get(handle.pid.remote(), timeout=120)
+            self._fired_before[name] = 0
 
     async def revive(self, name: str) -> TorchEngine:
-        """Another actor in the place of a dead one."""
-        self.handles[name] = start_engine(self.build)
+        """Another actor in the place of a dead one. Two are started side by side, as one takes seconds on one core."""
+        if not self.spares:
+            self.spares = [start_engine(self.build) for _ in range(2)]
+        for spare in self.spares:
+            await call(spare.pid.remote())  # none starts while something is measured
+        self.handles[name] = self.spares.pop()
         self.pids[name] = await call(self.handles[name].pid.remote())
         self._fired_before[name] = 0
         return TorchEngine(self.handles[name], name=name)
