@@ -81,12 +81,29 @@ def test_ci_runs_the_readmes_test_command() -> None:
 
 
 def test_every_promise_names_tests_that_exist() -> None:
-    promises = re.findall(r"^\*\*G(\d+) .*?(?=^\*\*G|^## Not)", GUARANTEES, re.MULTILINE | re.DOTALL)
-    assert promises == [str(number) for number in range(1, 13)]
-    for section in re.split(r"^\*\*G", GUARANTEES.split("## Not promised")[0], flags=re.MULTILINE)[1:]:
-        named = re.findall(r"^- `(tests/[^`]+)`$", section, re.MULTILINE)
-        assert named, section
-        for place in named:
+    named = cited()
+    assert sorted(named) == list(range(1, 13))
+    for number, places in named.items():
+        assert places, number
+        for place in places:
             file, _, test = place.partition("::")
             assert (ROOT / file).exists(), place
             assert not test or f"def {test}(" in (ROOT / file).read_text(), place
+
+
+def test_promises_in_seconds_name_tests_of_the_gate_and_a_change_must_pass_it() -> None:
+    named = cited()
+    for number in (4, 7, 9):
+        assert any(in_the_gate(place) for place in named[number]), number
+    assert re.search(r"^\S*nox -s gate$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+
+
+def cited() -> dict[int, list[str]]:
+    sections = re.split(r"^\*\*G(?=\d+ )", GUARANTEES.split("## Not promised")[0], flags=re.MULTILINE)[1:]
+    return {int(s.split()[0]): re.findall(r"^- `(tests/[^`]+)`$", s, re.MULTILINE) for s in sections}
+
+
+def in_the_gate(place: str) -> bool:
+    file, _, test = place.partition("::")
+    text = (ROOT / file).read_text()
+    return "pytestmark = pytest.mark.gate" in text or f"@pytest.mark.gate\nasync def {test}(" in text
