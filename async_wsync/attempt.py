@@ -112,12 +112,12 @@ class Attempt:
                 calls=self.calls,
                 call=self.call(self.settings.timeouts.connect),
                 keep_others=self.keep_others,
+                source_device=self.pump.device,
             )
         self.story.event("connected")
         # Staged from now on: while the engines pause and begin, the first buckets are read and packed.
         formats = {link.wire for link in self.used}
-        device = "cpu" if self.backend == "gloo" else None
-        self._staged = self.pump.buckets(self.update.buckets, formats, device=device)
+        self._staged = self.pump.buckets(self.update.buckets, formats, device=self.used[0].group.device)
 
     async def open(self) -> None:
         """Pause, close what a dead source left open, flush, begin: in step, so that no byte meets a running engine."""

@@ -14,9 +14,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
+
 from async_wsync.calls import EngineCalls, told
 from async_wsync.errors import EngineFailed, RendezvousError
 from async_wsync.runtime.cancellation import settle
+from async_wsync.runtime.nccl import wire_device
 from async_wsync.runtime.object_refs import node_address
 from async_wsync.runtime.rendezvous import Rendezvous
 from async_wsync.runtime.update_group import UpdateGroup
@@ -85,7 +88,11 @@ class Links:
         return [tuple(members) for members in by_wire.values()]
 
     def _missing(
-        self, engines: Sequence[RolloutEngine], backend: str, incarnation: Callable[[str], str | None]
+        self,
+        engines: Sequence[RolloutEngine],
+        backend: str,
+        device: torch.device,
+        incarnation: Callable[[str], str | None],
     ) -> tuple[list[Link], list[tuple[RolloutEngine, ...]]]:
         wanted = self.between(engines)
         fit: list[Link] = []
@@ -94,7 +101,8 @@ class Links:
             known = tuple(incarnation(e.name) for e in members)
             for link in self._links:
                 same = link.engines == members and link.incarnations == known
-                if same and not link.broken and link.group.spec.backend == backend:
+                group = link.group
+                if same and not link.broken and (group.spec.backend, group.device) == (backend, device):
                     fit.append(link)
                     break
             else:
@@ -110,18 +118,21 @@ class Links:
         calls: EngineCalls,
         call: Call,
         keep_others: bool = False,
+        source_device: torch.device | None = None,
     ) -> tuple[Link, ...]:
         """The links to exactly these engines, building those that are missing.
 
         Links that do not fit are dropped first, so that no engine is in two groups of ours at once, save where
-        ``keep_others`` says that the engines left out are not to be disturbed.
+        ``keep_others`` says that the engines left out are not to be disturbed. ``source_device``: where the source's
+        tensors are, which is where NCCL sends from, if that is on CUDA.
         """
-        fit, missing = self._missing(engines, backend, incarnation)
+        device = wire_device(backend, source_device)
+        fit, missing = self._missing(engines, backend, device, incarnation)
         targets = {e.name for e in engines}
         unfit = [k for k in self._links if k not in fit and (k.broken or not keep_others or k.names <= targets)]
         await self.drop(unfit, call)
         for members in missing:
-            fit.append(await self._build(members, backend, incarnation, calls, call))
+            fit.append(await self._build(members, backend, device, incarnation, calls, call))
         order = [tuple(e.name for e in members) for members in self.between(engines)]
         return tuple(sorted(fit, key=lambda link: order.index(tuple(e.name for e in link.engines))))
 
@@ -129,6 +140,7 @@ class Links:
         self,
         members: tuple[RolloutEngine, ...],
         backend: str,
+        device: torch.device,
         incarnation: Callable[[str], str | None],
         calls: EngineCalls,
         call: Call,
@@ -136,7 +148,7 @@ class Links:
         out_of_time = time.monotonic() + self._timeouts.connect / 2
         for attempt in range(_ATTEMPTS):
             try:
-                group = await self._connect(members, backend, calls, call)
+                group = await self._connect(members, backend, device, calls, call)
                 break
             except RendezvousError as error:
                 # A member that did not come within the whole limit would not come to another port either.
@@ -149,7 +161,12 @@ class Links:
         return link
 
     async def _connect(
-        self, members: tuple[RolloutEngine, ...], backend: str, calls: EngineCalls, call: Call
+        self,
+        members: tuple[RolloutEngine, ...],
+        backend: str,
+        device: torch.device,
+        calls: EngineCalls,
+        call: Call,
     ) -> UpdateGroup:
         limit = self._timeouts.connect
         self._epoch = max(self._epoch + 1, call.fence)
@@ -168,7 +185,7 @@ class Links:
             ranks.update({offset + i: engine.name for i in range(engine.num_ranks)})
             offset += engine.num_ranks
         greets = members[0].wire_format is WireFormat.PACKED  # a foreign engine knows nothing of our greeting
-        forming = asyncio.get_running_loop().create_task(rendezvous.complete(ranks, hello=greets))
+        forming = asyncio.get_running_loop().create_task(rendezvous.complete(ranks, hello=greets, device=device))
         formed = False
         try:
             # The rendezvous' own error knows which ranks are missing: give it the first word at the limit.

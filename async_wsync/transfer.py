@@ -100,7 +100,7 @@ class Transfer:
             for engine in link.engines:
                 call = self.receive(engine, staged.bucket, link)
                 flight.calls.append(self.calls.start(engine, "bucket", call, bucket=staged.bucket.index))
-            collective = link.group.broadcast(staged.wire[link.wire])
+            collective = link.group.broadcast(staged.wire[link.wire], settled=True)
             for hint in hints:
                 if hint is not None:
                     collective.add_done_callback(_calling(hint))

@@ -65,6 +65,7 @@ GROUP_FILES = {
         "gloo_wiring",
         "group_member",
         "group_source",
+        "nccl",
         "process_group",
         "rendezvous",
         "sockets",

@@ -21,6 +21,7 @@ from async_wsync.engines.replies import failure_in, looks_collective, short
 from async_wsync.errors import BroadcastFailed, EngineDied, EngineFailed, EngineTimeout
 from async_wsync.lock import PolledLock
 from async_wsync.runtime.cancellation import finish, settle
+from async_wsync.runtime.cuda_streams import SideStream, queued_by_now
 from async_wsync.runtime.object_refs import RemoteDied, RemoteRaised, await_ref
 from async_wsync.runtime.threads import DaemonWorker, start_daemon
 from async_wsync.runtime.update_group import UpdateGroup
@@ -148,17 +149,17 @@ class _Bucket:
             raise
 
     async def _broadcast(self, worker: DaemonWorker) -> None:
-        ready = _cuda_event(self.tensors[0])
-        tensors = await worker.run(_sendable, self.tensors, ready)
+        side = SideStream(self.tensors[0].device)
+        tensors = await worker.run(_sendable, self.tensors, side, queued_by_now(side.device))
         if isinstance(self.group, UpdateGroup):
-            future: Any = self.group.broadcast(tensors)
+            future: Any = self.group.broadcast(tensors, settled=True)
             self.setting_up = False
             await future
             return
-        works = await worker.run(_launch, self.group, tensors)
+        works = await worker.run(_launch, self.group, tensors, side)
         self.setting_up = False
         try:
-            await worker.run(_wait_all, works, tensors)
+            await worker.run(_wait_all, works, side)
         except Exception as error:
             raise BroadcastFailed(f"the broadcast failed: {short(error)}") from error
 
@@ -242,32 +243,24 @@ def _start(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
     return task
 
 
-def _cuda_event(tensor: torch.Tensor) -> torch.cuda.Event | None:
-    """What the worker's stream must wait for: the work that made the tensors, on the caller's stream."""
-    if not tensor.is_cuda:
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(tensor.device))
-    return event
-
-
-def _sendable(tensors: Sequence[torch.Tensor], ready: torch.cuda.Event | None) -> list[torch.Tensor]:
+def _sendable(tensors: Sequence[torch.Tensor], side: SideStream, made: Sequence[Any]) -> list[torch.Tensor]:
     # gloo sends the storage of a non-contiguous tensor as it lies, without a word.
-    if ready is not None:
-        torch.cuda.set_device(tensors[0].device)
-        ready.wait()
-    return [tensor.detach().contiguous() for tensor in tensors]
+    with side.current(after=made):
+        sendable = [tensor.detach().contiguous() for tensor in tensors]
+    side.synchronize()
+    return sendable
 
 
-def _launch(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> list[Any]:
-    return [dist.broadcast(tensor, 0, group=group, async_op=True) for tensor in tensors]
+def _launch(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], side: SideStream) -> list[Any]:
+    with side.current():
+        return [dist.broadcast(tensor, 0, group=group, async_op=True) for tensor in tensors]
 
 
-def _wait_all(works: list[Any], tensors: Sequence[torch.Tensor]) -> None:
-    for work in works:
-        work.wait()
-    if tensors[0].is_cuda:
-        torch.cuda.current_stream(tensors[0].device).synchronize()
+def _wait_all(works: list[Any], side: SideStream) -> None:
+    with side.current():
+        for work in works:
+            work.wait()
+    side.synchronize()
 
 
 def _break_up(group: Any) -> None:

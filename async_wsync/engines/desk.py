@@ -14,8 +14,6 @@ from concurrent.futures import wait as wait_for_all
 from functools import partial
 from typing import Protocol
 
-import torch
-
 from async_wsync.engines import protocol as p
 from async_wsync.engines.gate import ServingGate
 from async_wsync.engines.ledger import Part, Session, WeightLedger
@@ -92,7 +90,14 @@ class Desk:
             spare = [seat for seat in self._seats.values() if seat not in old and not seat.busy]
             for seat in [*old, *spare[: max(0, len(self._seats) - len(old) - _MAX_SEATS + 1)]]:
                 self._dismiss(seat)
-            seat = GroupSeat(spec, verb.rank, source=call.source, fence=call.fence, member=self.name)
+            seat = GroupSeat(
+                spec,
+                verb.rank,
+                source=call.source,
+                fence=call.fence,
+                member=self.name,
+                device=model_device(self.model) if spec.backend == "nccl" else None,
+            )
             self._seats[spec.name] = seat
         joining = seat.join()
         joining.add_done_callback(lambda done: self._dismiss(seat) if done.exception() else None)
@@ -221,8 +226,7 @@ class Desk:
     def _land(self, seat: GroupSeat, session: Session, part: Part, bucket: BucketSpec, timeout: float) -> None:
         """In the seat's thread: receive one bucket and put it into the model."""
         try:
-            device = torch.device("cpu") if seat.spec.backend == "gloo" else model_device(session.targets)
-            landing = BucketLanding(bucket, session.targets, part.update.manifest.aliases, device=device)
+            landing = BucketLanding(bucket, session.targets, part.update.manifest.aliases, device=seat.device)
             with self._changed:
                 self.ledger.check_open(session)
                 self.ledger.suspect(landing.in_place)

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 import torch
 
 from async_wsync.errors import EngineFailed
+from async_wsync.runtime.nccl import wire_device
 from async_wsync.runtime.threads import DaemonWorker
 from async_wsync.runtime.update_group import GroupMember, join_group
 from async_wsync.types import GroupSpec
@@ -29,9 +30,16 @@ def done_future() -> Future[None]:
 
 
 class GroupSeat:
-    """One rank of one group. ``fence``: the highest of the calls that used it."""
+    """One rank of one group. ``fence``: the highest of the calls that used it. ``device``: the model's, by default the
+    current one. What is received must lie on the seat's own ``device``: the CPU for gloo, for NCCL a CUDA device.
 
-    def __init__(self, spec: GroupSpec, rank: int, *, source: str, fence: int, member: str) -> None:
+    ValueError for NCCL where there is no CUDA.
+    """
+
+    def __init__(
+        self, spec: GroupSpec, rank: int, *, source: str, fence: int, member: str, device: torch.device | None = None
+    ) -> None:
+        self.device = wire_device(spec.backend, device)
         self.spec = spec
         self.rank = rank
         self.source = source
@@ -102,7 +110,7 @@ class GroupSeat:
 
     def _join(self) -> None:
         self._check_not_aborted()
-        member = join_group(self.spec, self.rank, member=self._name)
+        member = join_group(self.spec, self.rank, member=self._name, device=self.device)
         with self._lock:
             self._member = member
             aborted = self._aborted

@@ -79,7 +79,7 @@ class VLLMReceiver:
         self._num_ranks = num_ranks
         self._changed = threading.Condition()
         self._ledger = WeightLedger()
-        self._seats = Seats(self._changed, rank=rank, name=name)
+        self._seats = Seats(self._changed, rank=rank, name=name, device=loader.device)
         self._fence = 0
         self._landed: deque[tuple[str, Session, Part, BucketSpec, dict[str, torch.Tensor]]] = deque()
         self._outcomes = Outcomes(self._changed)
@@ -336,7 +336,7 @@ class VLLMReceiver:
     ) -> None:
         """In the group's thread: receive one bucket into fresh memory, and leave it for vLLM's thread."""
         try:
-            device = torch.device("cpu") if seat.spec.backend == "gloo" else self._loader.device
+            device = seat.device
             targets = {m.name: torch.empty(m.shape, dtype=torch_dtype(m.dtype), device=device) for m in bucket.params}
             landing = Landing(lay_out(bucket, WireFormat.PACKED), targets, device=device)
             seat.broadcast(landing.buffers, timeout)

@@ -8,6 +8,8 @@ from collections.abc import Collection
 from concurrent.futures import Future
 from typing import Any
 
+import torch
+
 from async_wsync.engines.seat import GroupSeat
 from async_wsync.errors import EngineFailed
 from async_wsync.types import Call, GroupSpec
@@ -47,9 +49,10 @@ class Outcomes:
 
 
 class Seats:
-    """By group name. ``rank``: this worker's within its engine."""
+    """By group name. ``rank``: this worker's within its engine. ``device``: where its model is."""
 
-    def __init__(self, changed: threading.Condition, *, rank: int, name: str) -> None:
+    def __init__(self, changed: threading.Condition, *, rank: int, name: str, device: torch.device) -> None:
+        self._device = device
         self._changed = changed
         self._rank = rank
         self._member = f"{name} rank {rank}"
@@ -81,7 +84,7 @@ class Seats:
         idle = [s for s in seats if s not in over and not s.busy]
         for old in [*over, *idle[: max(0, len(seats) - _MAX_SEATS)]]:
             self.dismiss(old)
-        seat = GroupSeat(spec, rank, source=call.source, fence=call.fence, member=self._member)
+        seat = GroupSeat(spec, rank, source=call.source, fence=call.fence, member=self._member, device=self._device)
         with self._changed:
             self._seats[spec.name] = seat
         return seat.join()

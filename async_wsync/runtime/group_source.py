@@ -7,15 +7,19 @@ import logging
 import threading
 import traceback
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
 
 from async_wsync.errors import BroadcastFailed
+from async_wsync.runtime.cuda_streams import queued_by_now
+from async_wsync.runtime.foreign import as_raised
 from async_wsync.runtime.gloo_wait import wait_for_gloo
-from async_wsync.runtime.process_group import ProcessGroup, wait_for_cuda
+from async_wsync.runtime.nccl import wait_until_completed
+from async_wsync.runtime.process_group import ProcessGroup
 from async_wsync.runtime.socket_watch import WATCH_INTERVAL, SocketWatch
 from async_wsync.runtime.store import first_line
 from async_wsync.runtime.threads import DaemonWorker, wait_done
@@ -55,6 +59,11 @@ class UpdateGroup:
         return self._group.spec
 
     @property
+    def device(self) -> torch.device:
+        """Where tensors must be to be sent."""
+        return self._group.device
+
+    @property
     def aborted(self) -> bool:
         """True once the group is broken: by `abort`, or by a broadcast that failed. It is never repaired."""
         return self._group.aborted
@@ -64,13 +73,17 @@ class UpdateGroup:
         """Broadcasts whose collectives are not over, cancelled and failed ones included."""
         return len(self._pending)
 
-    def broadcast(self, tensors: Sequence[torch.Tensor]) -> asyncio.Future[None]:
-        """Start sending ``tensors`` (contiguous, in order) to all members; returns at once.
+    def broadcast(self, tensors: Sequence[torch.Tensor], *, settled: bool = False) -> asyncio.Future[None]:
+        """Start sending ``tensors`` (contiguous, in order, on `device`) to all members; returns at once.
 
         The future is done when this process may reuse the tensors, which says nothing about the members. It fails
         with `BroadcastFailed`, at the first error; the group is broken up then. The tensors are kept alive until the
         collectives are over, whatever becomes of the future. Keep the group: collected while busy, it is broken up.
+
+        On CUDA the collectives first wait, on the GPU, for all that this thread has queued on its current stream, so
+        that what makes the tensors is over; ``settled`` says that it is, and nothing is waited for.
         """
+        after = [] if settled else queued_by_now(self.device)
         pending = _Pending(self._group, tensors, self._pending)
         if self._dropped is not None or self.aborted:
             pending.fail(RuntimeError("the group was broken up or closed"))
@@ -79,9 +92,10 @@ class UpdateGroup:
         self._group.enter()
         pending.watch(self._sockets)
         if self.spec.backend == "nccl":
-            self._launcher.submit(pending.launch_nccl, self._waiter, self._stop)
+            wait = partial(wait_until_completed, seconds=self.spec.timeout, stop=self._stop)
         else:
-            self._launcher.submit(pending.launch_gloo, self._waiter, self._sockets)
+            wait = partial(_wait_for_all, group=self._group, sockets=self._sockets)
+        pending.begin(self._launcher, self._waiter, wait, after)
         return pending.future
 
     def abort(self) -> None:
@@ -136,61 +150,48 @@ class _Pending:
         else:
             self._loop.call_later(WATCH_INTERVAL, self.watch, sockets)
 
-    def launch_gloo(self, waiter: DaemonWorker, sockets: SocketWatch) -> None:
-        """Start the collectives (in the launcher's thread, where it may block)."""
+    def begin(
+        self, launcher: DaemonWorker, waiter: DaemonWorker, wait: Callable[[list[Any]], None], after: Sequence[Any]
+    ) -> None:
+        """Start the collectives in the launcher's thread, where that may block, and ``wait`` for them in the waiter's.
+        Whatever either raises ends the future."""
         works: list[Any] = []
+
+        def launched(launch: Future[None]) -> None:
+            error = launch.exception()
+            if error is None:
+                try:
+                    waiting = waiter.submit(wait, works)
+                    waiting.add_done_callback(lambda done: self._ended(works, done.exception()))
+                except RuntimeError as closed:
+                    error = closed
+            if error is not None:
+                self._ended(works, error)
+
+        launcher.submit(self._launch, works, after).add_done_callback(launched)
+
+    def _launch(self, works: list[Any], after: Sequence[Any]) -> None:
+        self._group.start(self._tensors or [], works, after=after)
+
+    def _ended(self, works: list[Any], error: BaseException | None) -> None:
         try:
-            works.extend(self._group.start(tensor) for tensor in self._tensors or [])
-            waiter.submit(self._wait_gloo, works, sockets)
-        except RuntimeError as error:  # broken up, or closed, which also closes the waiter
-            self._broke(error)
-            self._finish_gloo(works)
+            if error is not None:
+                traceback.clear_frames(as_raised(error).__traceback__)
+                self._broke(error)
+            # Works are freed here, not with a traceback later: see GroupMember.broadcast.
+            self._group.leave_behind(works)
+        finally:
+            works.clear()
+            self._tensors = None
+            self._hop(self._succeed)
+            self._group.leave()
 
-    def _wait_gloo(self, works: list[Any], sockets: SocketWatch) -> None:
+    def _broke(self, error: BaseException) -> None:
         try:
-            for work in works:
-                wait_for_gloo(work, stop=lambda: self._group.aborted, sockets=sockets)
-        except RuntimeError as error:
-            traceback.clear_frames(error.__traceback__)
-            self._broke(error)
-        self._finish_gloo(works)
-
-    def _finish_gloo(self, works: list[Any]) -> None:
-        # Works are freed here, not with a traceback later: see GroupMember.broadcast.
-        self._group.leave_behind(works)
-        works.clear()
-        self._over()
-
-    def launch_nccl(self, waiter: DaemonWorker, stop: threading.Event) -> None:
-        tensors = self._tensors or []
-        try:
-            works = []
-            for tensor in tensors:
-                with torch.cuda.device(tensor.device):
-                    works.append(self._group.start(tensor))
-            waiter.submit(self._wait_nccl, works, stop)
-        except RuntimeError as error:
-            self._broke(error)
-            self._over()
-
-    def _wait_nccl(self, works: list[Any], stop: threading.Event) -> None:
-        try:
-            if works:
-                device = self._tensors[0].device if self._tensors else torch.device("cuda")
-                wait_for_cuda(works, device, seconds=self._group.spec.timeout, stop=stop)
-        except RuntimeError as error:
-            self._broke(error)
-        self._over()
-
-    def _over(self) -> None:
-        self._tensors = None
-        self._hop(self._succeed)
-        self._group.leave()
-
-    def _broke(self, error: RuntimeError) -> None:
-        # After an error the group is dead for all; say so now to whoever is still blocked in it.
-        self._group.abort()
-        self._hop(self.fail, error)
+            # After an error the group is dead for all; say so now to whoever is still blocked in it.
+            self._group.abort()
+        finally:
+            self._hop(self.fail, error)
 
     def _hop(self, fn: Any, *args: Any) -> None:
         try:
@@ -203,7 +204,7 @@ class _Pending:
         if not self.future.done():
             self.future.set_result(None)
 
-    def fail(self, error: RuntimeError) -> None:
+    def fail(self, error: BaseException) -> None:
         """On the loop's thread. The first error stands."""
         if self.future.done():
             return
@@ -213,6 +214,11 @@ class _Pending:
         )
         failed.__cause__ = error
         self.future.set_exception(failed)
+
+
+def _wait_for_all(works: list[Any], *, group: ProcessGroup, sockets: SocketWatch) -> None:
+    for work in works:
+        wait_for_gloo(work, stop=lambda: group.aborted, sockets=sockets)
 
 
 def _retrieve(future: asyncio.Future[None]) -> None:

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from datetime import timedelta
@@ -25,18 +25,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from async_wsync.runtime import sockets
+from async_wsync.runtime import nccl, sockets
 from async_wsync.runtime.gloo_wiring import addresses_in_records, new_device
 from async_wsync.runtime.store import PrefixStore, Store, given_up_key, shut_store
 from async_wsync.runtime.threads import pause, spawn
 from async_wsync.types import GroupSpec
 
-__all__ = ["ProcessGroup", "wait_for_cuda"]
+__all__ = ["ProcessGroup"]
 
 logger = logging.getLogger(__name__)
 
-#: Seconds by which NCCL's own limit lies above ours: its watchdog would end the whole process.
-NCCL_WATCHDOG_MARGIN = 60.0
 #: Seconds that the interpreter's end waits for groups to let go.
 EXIT_GRACE = 1.0
 
@@ -45,14 +43,20 @@ _exit_hook = threading.Lock()  # held once the hook is registered
 
 
 class ProcessGroup:
-    """A torch process group of which the source is rank 0, and what it takes to break it up."""
+    """A torch process group of which the source is rank 0, and what it takes to break it up.
 
-    def __init__(self, spec: GroupSpec, rank: int, store: Store) -> None:
+    ``device``: where the tensors of its collectives lie, see `nccl.wire_device`; by default the one for this thread.
+    """
+
+    def __init__(self, spec: GroupSpec, rank: int, store: Store, *, device: torch.device | None = None) -> None:
         self.spec = spec
         self.rank = rank
+        self.device = nccl.wire_device(spec.backend, device)
         self._store: Store | None = store
         self._device: Any = None
         self._pg: Any = None
+        self._stream: nccl.NcclStream | None = None
+        self._nccl_aborted = False
         self._own: sockets.Address | None = None
         self._peers: frozenset[sockets.Address] = frozenset()
         self._fds: frozenset[int] | None = None
@@ -91,18 +95,17 @@ class ProcessGroup:
         """The announcing ranks that `build` has not heard of yet."""
         return self._missing
 
-    def build(self, *, announcing: Collection[int], eager: bool, device: torch.device | None = None) -> None:
+    def build(self, *, announcing: Collection[int], eager: bool) -> None:
         """Connect to all other members. Blocks, for as long as the store and ``spec.timeout`` allow.
 
         ``announcing``: the ranks that tell their listening address as we do. ``eager``: every member connects now (NCCL
-        alone would wait for the first collective), from ``device``, by default this thread's. Raises RuntimeError
-        (torch's, or when aborted meanwhile).
+        alone would wait for the first collective). Raises RuntimeError (torch's, or when aborted meanwhile).
         """
         with self.entered():
             if self.spec.backend == "gloo":
                 self._build_gloo(announcing)
             elif self.spec.backend == "nccl":
-                self._build_nccl(announcing, eager, device)
+                self._build_nccl(announcing, eager)
             else:
                 raise ValueError(f"backend {self.spec.backend!r} is neither 'gloo' nor 'nccl'")
         if self._aborted:
@@ -122,11 +125,28 @@ class ProcessGroup:
         """True once `abort_building` had to break the store's connections, too."""
         return self._store_lost
 
-    def start(self, tensor: torch.Tensor, *, timeout: float | None = None) -> Any:
-        """Start the broadcast of ``tensor`` from rank 0 and return torch's Work. ``timeout`` in seconds (gloo only)."""
+    def start(
+        self,
+        tensors: Sequence[torch.Tensor],
+        works: list[Any],
+        *,
+        after: Iterable[Any] = (),
+        timeout: float | None = None,
+    ) -> None:
+        """Start the broadcasts of ``tensors`` from rank 0, in order, and add torch's Works to ``works``, those started
+        before a failure too. ``after``: CUDA events that must come first. ``timeout`` in seconds (gloo only).
+        """
+        if self._stream is not None:
+            self._stream.start(self._broadcast, tensors, works, after=after)
+        else:
+            works.extend(self._broadcast(tensor, timeout) for tensor in tensors)
+
+    def _broadcast(self, tensor: torch.Tensor, timeout: float | None = None) -> Any:
         pg = self._pg
         if pg is None or self._aborted:
             raise RuntimeError("the group was broken up")
+        if tensor.device != self.device:
+            raise RuntimeError(f"a tensor on {tensor.device} cannot be sent in a group on {self.device}")
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
@@ -135,20 +155,30 @@ class ProcessGroup:
             options.timeout = timedelta(seconds=timeout)
         return pg.broadcast([tensor], options)
 
+    @property
+    def idle(self) -> bool:
+        """NCCL: True once the GPU is done with all that was started."""
+        return self._stream is None or self._stream.idle
+
     def abort(self) -> None:
         """Break the group up, at once and from any thread: collectives blocked here, and at connected peers, fail."""
         self._aborted = True
         if self.spec.backend == "nccl":
             with self._lock:
-                pg = self._pg
+                pg = None if self._nccl_aborted else self._pg
+                self._nccl_aborted = self._nccl_aborted or pg is not None
             if pg is not None:
-                spawn(_abort_nccl, pg, name=f"abort {self.spec.name}")
+                spawn(self._abort_nccl, pg, name=f"abort {self.spec.name}")
             return
         # Never touch the group itself here: gloo's own threads come this way, and one that held the last reference
         # to it would end the process by joining itself.
         broken = sockets.break_connections(self._is_ours(), among=self._fds)
         if broken:
             logger.debug("group %s: broke %d connections", self.spec.name, broken)
+
+    def _abort_nccl(self, pg: Any) -> None:
+        with self.entered():
+            nccl.abort_group(pg)
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -184,7 +214,8 @@ class ProcessGroup:
             if self._dropped is None:
                 parts = [self._pg, self._device, self._store]
                 self._pg = self._device = self._store = None
-                self._dropped = spawn(_drop, parts, self._left_behind, name=f"drop {self.spec.name}")
+                orderly = self.spec.backend == "nccl" and not self._aborted
+                self._dropped = spawn(_drop, parts, self._left_behind, orderly, name=f"drop {self.spec.name}")
             return self._dropped
 
     def leave_behind(self, works: Sequence[Any]) -> None:
@@ -262,54 +293,27 @@ class ProcessGroup:
             self._own, self._peers = own, frozenset(peers.values())
             self._fds = sockets.find_connections(self._is_ours())
 
-    def _build_nccl(self, announcing: Collection[int], eager: bool, device: torch.device | None) -> None:
+    def _build_nccl(self, announcing: Collection[int], eager: bool) -> None:
         self._exchange(announcing)
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=self.spec.timeout + NCCL_WATCHDOG_MARGIN)
-        pg = dist.ProcessGroupNCCL(self._prefixed("cuda"), self.rank, self.spec.world_size, options)
-        with self._lock:
-            self._pg = pg
-        if eager:
-            pg.eager_connect_single_device(device or torch.device("cuda", torch.cuda.current_device()))
+        with torch.cuda.device(self.device):
+            pg = nccl.new_group(self.spec, self.rank, self._prefixed("cuda"))
+            stream = nccl.NcclStream(self.device)
+            with self._lock:
+                self._pg, self._stream = pg, stream
+            if eager:
+                pg.eager_connect_single_device(self.device)
 
 
-def wait_for_cuda(works: Sequence[Any], device: torch.device, *, seconds: float, stop: threading.Event) -> None:
-    """Block until NCCL ``works`` are over on the GPU. Raises RuntimeError when ``stop`` is set, or after ``seconds``.
-
-    An NCCL work counts as complete once it is *enqueued*, and its ``wait`` only makes the current stream wait. So an
-    event is recorded behind them, and polled: synchronizing with it could not be broken off.
-    """
-    with torch.cuda.device(device):
-        for work in works:
-            work.wait()
-        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        deadline, delay = time.monotonic() + seconds, 0.0002
-        while not event.query():
-            if stop.wait(delay):
-                raise RuntimeError("the group was broken up")
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"the broadcast was not over after {seconds:g} s")
-            delay = min(delay * 1.5, 0.005)
-    for work in works:
-        if (error := work.exception()) is not None:
-            raise RuntimeError(str(error))
-
-
-def _drop(parts: list[Any], works: list[Any]) -> None:
+def _drop(parts: list[Any], works: list[Any], orderly: bool) -> None:
     """Free the parts of a group, in a thread that nobody misses. One that is still in here when the interpreter ends
-    keeps them for good, which is best: freeing them would block."""
+    keeps them for good, which is best: freeing them would block. ``orderly``: NCCL's communicator is shut down first.
+    """
     while not all(work.is_completed() for work in works):
         pause(0.05)
     works.clear()
+    if orderly and parts[0] is not None:
+        nccl.shut_down(parts[0])
     parts.clear()
-
-
-def _abort_nccl(pg: Any) -> None:
-    try:
-        pg.abort()
-    except RuntimeError:
-        logger.warning("NCCL's abort failed", exc_info=True)
 
 
 def _at_exit() -> None:

@@ -23,6 +23,7 @@ import torch
 from async_wsync.errors import RendezvousError
 from async_wsync.runtime.group_member import GroupMember
 from async_wsync.runtime.group_source import UpdateGroup
+from async_wsync.runtime.nccl import wire_device
 from async_wsync.runtime.process_group import ProcessGroup
 from async_wsync.runtime.store import (
     Store,
@@ -88,6 +89,7 @@ class Rendezvous:
             raise ValueError(f"backend {backend!r} is neither 'gloo' nor 'nccl'")
         if world_size < 2:
             raise ValueError(f"an update group needs at least 2 ranks, got {world_size}")
+        wire_device(backend)  # ValueError for NCCL without CUDA, before anybody is asked to join
         worker = DaemonWorker(f"group {name}")
         opened = False
         try:
@@ -120,11 +122,12 @@ class Rendezvous:
 
         ``members``: rank to engine name, for the ranks 1 to ``world_size`` - 1. ``hello``: which of them greet (all,
         none, or these ranks); engines that join with torch's own means do not, and are only waited for. ``interop``
-        is short for ``hello=False``. ``device``: the CUDA device to send from, by default 0 (NCCL only).
+        is short for ``hello=False``. ``device``: the CUDA device to send from, by default this thread's (NCCL only).
         Raises `RendezvousError` with ``phase`` and ``missing_ranks``; the rendezvous is over then.
         """
         if set(members) != set(range(1, self.spec.world_size)):
             raise ValueError(f"members must name ranks 1 to {self.spec.world_size - 1}, got {sorted(members)}")
+        device = wire_device(self.spec.backend, device)  # here: a fresh thread's device is always cuda:0
         if interop or hello is False:
             hello = ()
         greeting = set(members) if hello is True else set(hello)
@@ -181,8 +184,12 @@ class Rendezvous:
                 if store.check([_key(self.spec, "hello", rank)]):
                     self._check(rank, json.loads(store.get(_key(self.spec, "hello", rank))), members)
                     heard.add(rank)
+        except RendezvousError:
+            raise
         except RuntimeError as error:
             raise self._error("hello", f"the store failed: {first_line(error)}") from error
+        except Exception as error:
+            raise self._error("hello", f"rank {rank} ({members[rank]}) greeted with nonsense: {error!r}") from error
         return heard
 
     def _check(self, rank: int, said: dict[str, Any], members: Mapping[int, str]) -> None:
@@ -195,7 +202,7 @@ class Rendezvous:
             raise self._error("hello", f"{who} came with {', '.join(wrong)}")
 
     def _connect(
-        self, greeting: Collection[int], members: Mapping[int, str], deadline: float, device: torch.device | None
+        self, greeting: Collection[int], members: Mapping[int, str], deadline: float, device: torch.device
     ) -> ProcessGroup:
         """In the worker: let the members go, and build the process group with them."""
         store = self._store
@@ -203,12 +210,12 @@ class Rendezvous:
             raise self._error("closed", "the rendezvous was closed meanwhile")
         announcing = [0, *sorted(greeting)]
         eager = len(announcing) == self.spec.world_size
-        group = self._group = ProcessGroup(self.spec, 0, store)
+        group = self._group = ProcessGroup(self.spec, 0, store, device=device)
         try:
             for rank in greeting:
                 store.set(_key(self.spec, "go", rank), json.dumps({"announcing": announcing, "eager": eager}))
-            _build_bounded(group, announcing, eager, deadline, device)
-        except (RuntimeError, TimeoutError) as error:
+            _build_bounded(group, announcing, eager, deadline)
+        except Exception as error:
             missing = group.missing or set(members) - set(greeting)
             store = None
             _forget_locals(error)
@@ -227,13 +234,15 @@ class Rendezvous:
 
 def join_group(spec: GroupSpec, rank: int, *, member: str, device: torch.device | None = None) -> GroupMember:
     """Join as ``rank``; ``member`` is the name by which the source's errors call us. ``device``: the CUDA device to
-    receive on, by default 0 (NCCL only).
+    receive on, by default this thread's (NCCL only).
 
     Blocks, at most ``spec.connect_timeout`` seconds whatever listens at the other end, so call it in a thread.
-    Raises `RendezvousError` with the ``phase`` it got to, and ValueError for a rank outside the group.
+    Raises `RendezvousError` with the ``phase`` it got to, and ValueError for a rank outside the group, or NCCL
+    without CUDA.
     """
     if not 0 < rank < spec.world_size:
         raise ValueError(f"rank {rank} is not one of group {spec.name}'s members 1 to {spec.world_size - 1}")
+    device = wire_device(spec.backend, device)
     deadline = time.monotonic() + spec.connect_timeout
     where = f"{spec.master_address}:{spec.master_port}"
     store = enter_store(spec, deadline)
@@ -245,10 +254,10 @@ def join_group(spec: GroupSpec, rank: int, *, member: str, device: torch.device 
         ) from error
     if "refused" in go:
         raise rendezvous_error(spec.name, "hello", f"the source at {where} refused {member}: {go['refused']}")
-    group = ProcessGroup(spec, rank, store)
+    group = ProcessGroup(spec, rank, store, device=device)
     try:
-        _build_bounded(group, go["announcing"], go["eager"], deadline, device)
-    except (RuntimeError, TimeoutError) as error:
+        _build_bounded(group, go["announcing"], go["eager"], deadline)
+    except Exception as error:
         missing = group.missing
         group.abort()
         group.drop()
@@ -279,11 +288,9 @@ def _greet(spec: GroupSpec, rank: int, member: str, store: TCPStore, deadline: f
     return answer
 
 
-def _build_bounded(
-    group: ProcessGroup, announcing: Collection[int], eager: bool, deadline: float, device: torch.device | None
-) -> None:
+def _build_bounded(group: ProcessGroup, announcing: Collection[int], eager: bool, deadline: float) -> None:
     run_bounded(
-        lambda: group.build(announcing=announcing, eager=eager, device=device),
+        lambda: group.build(announcing=announcing, eager=eager),
         seconds=deadline - time.monotonic(),
         name=f"connect {group.spec.name}",
         on_expiry=group.abort_building,

@@ -115,7 +115,15 @@ class SourcePump:
             stream.stop()
         self._owes_a_walk = False
         where = torch.device(device or self._device or self.device)
-        stream = BucketStream(self.source, buckets, frozenset(formats), where, self._num_buffers, self._digests)
+        stream = BucketStream(
+            self.source,
+            buckets,
+            frozenset(formats),
+            where,
+            self._num_buffers,
+            self._digests,
+            source_device=self.device,
+        )
         stream.start(self._worker)
         self._streams = [*(s for s in self._streams if not s.finished), stream]
         return stream

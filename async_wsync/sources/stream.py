@@ -14,6 +14,7 @@ import torch
 from async_wsync.core.buckets import Stager, dtype_name, lay_out, torch_dtype
 from async_wsync.core.checksum import tensor_digest
 from async_wsync.errors import SourceError, WeightSyncError
+from async_wsync.runtime.cuda_streams import SideStream, queued_by_now
 from async_wsync.runtime.foreign import as_raised
 from async_wsync.runtime.threads import DaemonWorker
 from async_wsync.types import BucketSpec, ParamMeta, WeightSource, WireFormat
@@ -39,7 +40,11 @@ class StagedBucket:
 
 
 class BucketStream:
-    """Staged buckets, in order, as an async iterator. Cancelling an ``anext`` loses nothing."""
+    """Staged buckets, in order, as an async iterator. Cancelling an ``anext`` loses nothing.
+
+    ``device``: where wire tensors must be; ``source_device``: where the source's are, as far as that is known. On CUDA
+    all of it is queued on a stream of its own, behind what the creator's thread has queued on its current one.
+    """
 
     def __init__(
         self,
@@ -49,8 +54,12 @@ class BucketStream:
         device: torch.device,
         num_buffers: int,
         digests: dict[str, str] | None,
+        *,
+        source_device: torch.device,
     ) -> None:
-        self._walk = _Walk(source, buckets, formats, device, digests)
+        self._side = SideStream(source_device if source_device.type == "cuda" else device)
+        self._made = queued_by_now(self._side.device)
+        self._walk = _Walk(source, buckets, formats, device, digests, self._side)
         self._permits = threading.Semaphore(num_buffers)
         self._stopped = threading.Event()
         self._loop = asyncio.get_running_loop()
@@ -103,6 +112,10 @@ class BucketStream:
     # The rest runs in the worker's thread.
 
     def _produce(self) -> None:
+        with self._side.current(after=self._made):
+            self._stage_all()
+
+    def _stage_all(self) -> None:
         try:
             for bucket in self._walk.buckets:
                 # Taken before the first tensor is pulled, so that no bucket beyond the limit is even begun.
@@ -142,8 +155,10 @@ class _Walk:
         formats: frozenset[WireFormat],
         device: torch.device,
         digests: dict[str, str] | None,
+        side: SideStream,
     ) -> None:
         self.buckets = buckets
+        self._side = side
         self.last: str | None = None
         self._source = source
         self._formats = formats
@@ -152,7 +167,7 @@ class _Walk:
         self._tensors: Iterator[tuple[str, torch.Tensor]] | None = None
 
     def stage(self, bucket: BucketSpec) -> dict[WireFormat, list[torch.Tensor]]:
-        """Pull this bucket's tensors; uint8 wire tensors for each format."""
+        """Pull this bucket's tensors; uint8 wire tensors for each format, whose bytes are there."""
         stagers = {wire: Stager(lay_out(bucket, wire), device=self._device) for wire in self._formats}
         for meta in bucket.params:
             tensor = self._pull(meta)
@@ -160,8 +175,11 @@ class _Walk:
                 stager.add(meta.name, tensor)
             if self._digests is not None:
                 self._digests[meta.name] = wire_digest(meta, tensor)
+            self._side.keep(tensor)
             del tensor  # or it would stay alive while the next one is made
-        return {wire: stager.finish() for wire, stager in stagers.items()}
+        wires = {wire: stager.finish() for wire, stager in stagers.items()}
+        self._side.synchronize()
+        return wires
 
     def check_end(self) -> None:
         extra = next(self._iterator(), None)

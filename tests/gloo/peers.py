@@ -70,6 +70,12 @@ class Rig:
         store.set(f"async_wsync/{spec.name}/hello/{rank}", json.dumps(hello))
         self.foreign[spec.name] = store
 
+    def write(self, spec: GroupSpec, key: str, value: str) -> None:
+        """Put ``value`` into a group's store, as a member of another mind might."""
+        store = torch.distributed.TCPStore(spec.master_address, spec.master_port, is_master=False)  # type: ignore[attr-defined]
+        store.set(f"async_wsync/{spec.name}/{key}", value)
+        self.foreign[spec.name] = store
+
     def open_group(self, **options: Any) -> GroupSpec:
         self.rendezvous = self._on_loop(Rendezvous.open(**options))
         return self.rendezvous.spec

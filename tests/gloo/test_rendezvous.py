@@ -256,6 +256,30 @@ async def test_a_member_of_another_mind_is_refused(fleet: Fleet, lie: dict[str, 
     assert "liar" in str(raised.value)
 
 
+@pytest.mark.parametrize("greeting", ["[]", "no json", "7"])
+async def test_a_greeting_of_nonsense_ends_the_rendezvous_and_names_its_rank(fleet: Fleet, greeting: str) -> None:
+    (peer,) = fleet.peers(1)
+    rendezvous = await opened(2)
+    await peer.ask("write", rendezvous.spec, "hello/1", greeting)
+    with pytest.raises(RendezvousError, match=r"rank 1 \(engine-1\) greeted with nonsense"):
+        await complete(rendezvous, [peer])
+
+
+@pytest.mark.parametrize("go", ['{"announcing": 5, "eager": true}', '{"eager": true}'])
+async def test_a_source_that_answers_nonsense_leaves_nothing_behind_at_the_member(fleet: Fleet, go: str) -> None:
+    (peer,) = fleet.peers(1)
+    rendezvous = await opened(2)
+    await peer.ask("write", rendezvous.spec, "go/1", go)
+    join = peer.start("join", rendezvous.spec, 1, "engine-1")
+    error = (await join.settled(10)).error()
+    assert isinstance(error, RendezvousError)
+    assert error.phase == "connect"
+    async with asyncio.timeout(10):
+        while any(rendezvous.spec.name in name for name in await peer.ask("thread_names")):
+            await asyncio.sleep(0.02)
+    await rendezvous.aclose()
+
+
 async def test_the_second_member_at_a_rank_is_refused(fleet: Fleet) -> None:
     peers = fleet.peers(2)
     rendezvous = await opened(2)

@@ -14,13 +14,17 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 import torch
 
 from async_wsync.errors import BroadcastFailed
+from async_wsync.runtime.foreign import ForeignExit
 from async_wsync.runtime.loop_gap import LoopGapMeter
-from async_wsync.runtime.update_group import Rendezvous, UpdateGroup
+from async_wsync.runtime.nccl import wait_until_completed
+from async_wsync.runtime.threads import spawn, wait_for
+from async_wsync.runtime.update_group import Rendezvous, UpdateGroup, join_group
 from tests.gloo.peers import Fleet, Peer, connect, disconnect
 
 MB = 1 << 20
@@ -459,3 +463,110 @@ async def test_a_stuck_receive_does_not_keep_an_engine_process_alive() -> None:
     assert process.returncode == 0, err
     assert ended - float(out.split()[0]) < 20, "the process stayed"
     await group.aclose(5.0)
+
+
+# -------------------------------------------------------------------------- whatever is raised, it ends
+
+
+class NeverAsked(torch.Tensor):
+    """A tensor that asks for the end of the process when it is asked where it is."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__self__", None) is torch.Tensor.device:
+            raise SystemExit("asked for its device")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def unsendable(kind: str) -> Any:
+    if kind == "no tensor":
+        return "weights"
+    if kind == "on a device that gloo knows not":
+        return torch.empty(4, dtype=torch.uint8, device="meta")
+    return filled(1, 4).as_subclass(NeverAsked)
+
+
+unsendables = pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("no tensor", "no attribute 'device'"),
+        ("on a device that gloo knows not", "a tensor on meta cannot be sent in a group on cpu"),
+        ("ends the process", "asked for its device"),
+    ],
+)
+
+
+@unsendables
+async def test_whatever_starting_a_broadcast_raises_ends_its_future(fleet: Fleet, kind: str, why: str) -> None:
+    peers = fleet.peers(1)
+    async with grouped(peers) as group:
+        receiving = peers[0].start("receive", group.spec.name, [4, 4])
+        error = await outcome(group.broadcast([filled(1, 4), unsendable(kind)]))
+        assert isinstance(error, BroadcastFailed)
+        assert why in str(error)
+        assert group.aborted
+        assert isinstance((await receiving.settled()).error(), BroadcastFailed), "its sender is gone"
+        async with asyncio.timeout(AT_ONCE):
+            while group.num_pending or group._group.busy:
+                await asyncio.sleep(0.005)
+
+
+@unsendables
+async def test_whatever_a_receive_raises_breaks_the_group_and_comes_out(kind: str, why: str) -> None:
+    rendezvous = await Rendezvous.open(
+        address="127.0.0.1", backend="gloo", name="mine", epoch=1, world_size=2, timeout=20.0, connect_timeout=20.0
+    )
+    joining = spawn(lambda: join_group(rendezvous.spec, 1, member="engine"), name="join")
+    group = await rendezvous.complete({1: "engine"})
+    member = await wait_for(joining)
+    sending = group.broadcast([filled(7, BIG)])
+    target = filled(0, BIG)
+    receiving = spawn(lambda: member.broadcast([target, unsendable(kind)]), name="receive")
+    with pytest.raises((BroadcastFailed, ForeignExit), match=why):
+        await wait_for(receiving)
+    assert member.aborted
+    there = target.clone()
+    assert isinstance(await outcome(sending), BroadcastFailed)
+    assert target.equal(there), "it was written into after the failure had come out"
+    member.close()
+    await group.aclose(5.0)
+
+
+# ------------------------------------------------------------ waiting for works as NCCL's must be waited for
+
+
+async def test_works_are_waited_for_until_they_are_over(fleet: Fleet) -> None:
+    peers = fleet.peers(1)
+    async with grouped(peers) as group:
+        works: list[Any] = []
+        group._group.start([filled(1, BIG), filled(2, 5)], works)
+        waiting = spawn(lambda: wait_until_completed(works, seconds=20.0, stop=threading.Event()), name="wait")
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        assert await peers[0].ask("receive", group.spec.name, [BIG, 5]) == [BIG, 10]
+        await wait_for(waiting)
+        assert all(work.is_completed() for work in works)
+        works.clear()
+
+
+@pytest.mark.parametrize("how", ["stopped", "too late", "failed"])
+async def test_a_wait_for_works_ends_by_a_stop_its_limit_or_their_own_error(fleet: Fleet, how: str) -> None:
+    peers = fleet.peers(1)
+    async with grouped(peers, timeout=60.0) as group:
+        works: list[Any] = []
+        group._group.start([filled(1, BIG)], works)
+        stop, seconds = threading.Event(), 0.3 if how == "too late" else 60.0
+        waiting = spawn(lambda: wait_until_completed(works, seconds=seconds, stop=stop), name="wait")
+        await asyncio.sleep(0.05)
+        assert not waiting.done(), "nobody receives"
+        if how == "stopped":
+            stop.set()
+        elif how == "failed":
+            group.abort()
+        started = time.monotonic()
+        why = {"stopped": "was broken up", "too late": "not over after 0.3 s", "failed": "(?i)connection"}[how]
+        with pytest.raises(RuntimeError, match=why):
+            await wait_for(waiting)
+        assert time.monotonic() - started < AT_ONCE
+        group.abort()
+        works.clear()
