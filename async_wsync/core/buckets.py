@@ -33,6 +33,7 @@ __all__ = [
     "detached",
     "dtype_name",
     "lay_out",
+    "own_copy",
     "param_meta",
     "param_nbytes",
     "plan_buckets",
@@ -234,6 +235,21 @@ def _flat_view(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 # -------------------------------------------------------------------------------- sending
 
 
+def _plain(meta: ParamMeta, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``tensor`` itself if its storage already is what travels, else a copy that is."""
+    dtype = torch_dtype(meta.dtype)
+    if tensor.dtype is dtype and tensor.device == device and _is_plain(tensor):
+        return tensor
+    plain = tensor.detach().to(device=device, dtype=dtype)
+    return plain.resolve_conj().resolve_neg().contiguous()
+
+
+def own_copy(meta: ParamMeta, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """What travels of ``tensor``, in storage of its own, so that ``tensor`` may be overwritten."""
+    plain = _plain(meta, tensor, device)
+    return plain.detach().clone() if plain is tensor else plain
+
+
 class Stager:
     """Turns a bucket's tensors, given one by one in any order, into its wire tensors.
 
@@ -260,7 +276,7 @@ class Stager:
             raise ValueError(f"bucket {self.layout.bucket.index} has no {name!r} of shape {tuple(tensor.shape)}")
         self._num_added += 1
         if name in self._direct:
-            self._direct[name] = _bytes_of(self._plain(meta, tensor))
+            self._direct[name] = _bytes_of(_plain(meta, tensor, self._device))
             return
         slot = self._slots[name]
         self._pending.append((slot, tensor))
@@ -275,14 +291,6 @@ class Stager:
         self._flush()
         direct = [tensor for tensor in self._direct.values() if tensor is not None]
         return direct if self._flat is None else [self._flat, *direct]
-
-    def _plain(self, meta: ParamMeta, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor`` itself if its storage already is what travels, else a copy that is."""
-        dtype = torch_dtype(meta.dtype)
-        if tensor.dtype is dtype and tensor.device == self._device and _is_plain(tensor):
-            return tensor
-        plain = tensor.detach().to(device=self._device, dtype=dtype)
-        return plain.resolve_conj().resolve_neg().contiguous()
 
     @torch.no_grad()
     def _flush(self) -> None:
@@ -301,7 +309,7 @@ class Stager:
         """``tensor`` as one row of ``carrier``."""
         if tensor.dtype is carrier and carrier in _CARRY_THEMSELVES and tensor.device == self._device:
             return tensor.reshape(-1)  # whatever its strides: cat reads values
-        return _flat_view(self._plain(meta, tensor), carrier)
+        return _flat_view(_plain(meta, tensor, self._device), carrier)
 
 
 def stage(

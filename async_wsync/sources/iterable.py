@@ -18,6 +18,7 @@ Named = tuple[str, torch.Tensor]
 Items: TypeAlias = Iterable[Named] | AsyncIterable[Named]
 
 _END: Any = object()
+_STANDING: tuple[type, ...] = (list, tuple, type({}.items()))  # tensors that all exist already
 
 
 class IterableSource:
@@ -27,15 +28,24 @@ class IterableSource:
     things of another loop. Each update takes one walk over the tensors, and a retried one takes another.
 
     Without ``manifest`` there must be a walk before it, to learn names, types and shapes: a callable, or an
-    iterable that can be walked again, is walked twice; a one-shot iterator (a generator, say) is collected,
-    with all its tensors alive at once. With ``manifest`` a one-shot iterator is streamed, and good for one walk.
-    ``collective``: making the tensors takes other ranks, so a walk is walked to its end also when its update fails.
+    iterable that can be walked again, is walked twice; of a one-shot iterator (a generator, say) all tensors are
+    copied and kept. With ``manifest`` a one-shot iterator is streamed, and good for one walk.
+
+    ``stable_tensors``: the memory of a tensor does not change before the update is over, so that none need be copied.
+    Taken for granted in a list, a tuple and the items of a dict. Any other iterable may yield one tensor after another
+    in the same memory. ``collective``: making the tensors takes other ranks, so a walk is walked to its end also when
+    its update fails.
     """
 
     casts = False
 
     def __init__(
-        self, items: Items | Callable[[], Items], *, manifest: Manifest | None = None, collective: bool = False
+        self,
+        items: Items | Callable[[], Items],
+        *,
+        manifest: Manifest | None = None,
+        collective: bool = False,
+        stable_tensors: bool = False,
     ) -> None:
         if not (isinstance(items, Iterable | AsyncIterable) or callable(items)):
             raise ValueError(f"items must be an iterable or a callable that returns one, got {type(items).__name__}")
@@ -43,6 +53,7 @@ class IterableSource:
         self._manifest = manifest
         self._used = False
         self.collective = collective
+        self.stable_tensors = stable_tensors or type(items) in _STANDING
         self.device: torch.device | None = None
 
     def __repr__(self) -> str:
@@ -52,8 +63,17 @@ class IterableSource:
         if self._manifest is not None:
             return self._manifest
         if self._is_one_shot():
-            self._items = list(self._walk())
+            self._collect()
         return describe(self._walk(), dtype=None, tied_once=False)
+
+    def _collect(self) -> None:
+        kept: list[Named] = []
+        for name, tensor in self._walk():
+            check_tensor(name, tensor)
+            kept.append((name, tensor if self.stable_tensors else tensor.detach().clone()))
+            del tensor  # or it would stay alive while the next one is made
+        self._items = kept
+        self.stable_tensors = True
 
     def tensors(self) -> Iterator[Named]:
         for name, tensor in self._walk():

@@ -53,6 +53,7 @@ class SafetensorsSource:
     """
 
     device = torch.device("cpu")
+    stable_tensors = True  # each is read into memory of its own, or mapped
 
     def __init__(
         self,

@@ -17,6 +17,9 @@ __all__ = ["MasterWeightSource", "ModuleSource", "StateDictSource"]
 class StateDictSource:
     """Tensors of a mapping, in its order, read when they are sent: change none of them until the update is over.
 
+    A mapping that is no dict may make its tensors when they are asked for, one after another in the same memory. So
+    they are copied, and none is taken for tied.
+
     ``dtype``: cast floating point tensors (of 16 bits and more) to it while they are packed, without a second
     copy of the model. ``tied``: send tensors that share their memory "once" (default; the engine
     fills the other names) or "each". ``rename`` turns the trainer's names into the engine's; ``include`` is asked,
@@ -41,7 +44,8 @@ class StateDictSource:
             raise ValueError(f"dtype must be a floating point type, got {dtype!r}")
         self._mapping = mapping
         self._dtype = dtype
-        self._tied_once = tied == "once"
+        self.stable_tensors = isinstance(mapping, dict)
+        self._tied_once = tied == "once" and self.stable_tensors
         self._rename = rename
         self._include = include
         self._aliases: dict[str, str] | None = None

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from async_wsync.core.buckets import Stager, dtype_name, lay_out, torch_dtype
+from async_wsync.core.buckets import Stager, dtype_name, lay_out, own_copy, torch_dtype
 from async_wsync.core.checksum import tensor_digest
 from async_wsync.errors import SourceError, WeightSyncError
 from async_wsync.runtime.cuda_streams import SideStream, queued_by_now
@@ -162,7 +162,8 @@ class _Walk:
         self.last: str | None = None
         self._source = source
         self._formats = formats
-        self._device = device
+        self._device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
+        self._stable = bool(getattr(source, "stable_tensors", False))
         self._digests = digests
         self._tensors: Iterator[tuple[str, torch.Tensor]] | None = None
 
@@ -171,6 +172,8 @@ class _Walk:
         stagers = {wire: Stager(lay_out(bucket, wire), device=self._device) for wire in self._formats}
         for meta in bucket.params:
             tensor = self._pull(meta)
+            if not self._stable:  # before the next one is pulled, which may be put in the same memory
+                tensor = own_copy(meta, tensor, self._device)
             for stager in stagers.values():
                 stager.add(meta.name, tensor)
             if self._digests is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 RANKS = 2
+TIES = {"2.weight": "0.weight"}
 LIMIT = 90.0
 
 Part = Callable[[int], Any]
@@ -99,6 +100,33 @@ def fail_before_the_first_bucket(rank: int) -> Any:
     return asyncio.run(_fail_early(source))
 
 
+def gather_into_one_buffer(rank: int) -> Any:
+    """A trainer of one's own that gathers every parameter, small and large, into the same memory."""
+    import torch
+    import torch.distributed as dist
+
+    from async_wsync.core.checksum import model_digests
+    from async_wsync.sources import IterableSource, participate
+    from async_wsync.types import Manifest, ParamMeta
+
+    sizes = [10, 100_000, 20, 300_000, 100_000, 30]
+    buffer = torch.zeros(RANKS * max(sizes))
+
+    def gather() -> Any:
+        for i, size in enumerate(sizes):
+            full = buffer[: RANKS * size]
+            dist.all_gather_into_tensor(full, torch.full((size,), float(10 * i + rank)))
+            yield f"w{i}", full
+
+    metas = [ParamMeta(name=f"w{i}", dtype="float32", shape=(RANKS * size,)) for i, size in enumerate(sizes)]
+    source = IterableSource(gather, manifest=Manifest(params=tuple(metas)), collective=True)
+    if rank:
+        return participate(source)
+    shards = [[torch.full((size,), float(10 * i + r)) for r in range(RANKS)] for i, size in enumerate(sizes)]
+    expected = model_digests({f"w{i}": torch.cat(parts) for i, parts in enumerate(shards)})
+    return asyncio.run(_pump(source, expected, give_up=False, aliases={}, bucket_bytes=1 << 22))
+
+
 async def _fail_early(source: Any) -> str:
     from async_wsync.sources.pump import SourcePump
 
@@ -108,7 +136,14 @@ async def _fail_early(source: Any) -> str:
     return "gave up"
 
 
-async def _pump(source: Any, expected: dict[str, str], *, give_up: bool) -> Any:
+async def _pump(
+    source: Any,
+    expected: dict[str, str],
+    *,
+    give_up: bool,
+    aliases: Mapping[str, str] = TIES,
+    bucket_bytes: int = 200,
+) -> Any:
     """Land every bucket in a model of our own; True if it then equals the one that was sharded."""
     import torch
 
@@ -119,9 +154,9 @@ async def _pump(source: Any, expected: dict[str, str], *, give_up: bool) -> Any:
 
     pump = SourcePump(source, num_buffers=1, digests=True)
     manifest = await pump.manifest()
-    assert dict(manifest.aliases) == {"2.weight": "0.weight"}
+    assert dict(manifest.aliases) == aliases
     targets = {m.name: torch.zeros(m.shape, dtype=torch_dtype(m.dtype)) for m in manifest.params}
-    async for staged in pump.buckets(await pump.plan(bucket_bytes=200), {WireFormat.PACKED}):
+    async for staged in pump.buckets(await pump.plan(bucket_bytes=bucket_bytes), {WireFormat.PACKED}):
         landing = Landing(lay_out(staged.bucket, WireFormat.PACKED), targets)
         for sent, buffer in zip(staged.wire[WireFormat.PACKED], landing.buffers, strict=True):
             buffer.copy_(sent)
@@ -132,10 +167,10 @@ async def _pump(source: Any, expected: dict[str, str], *, give_up: bool) -> Any:
             return "gave up"
     assert await pump.digests() == expected
     await pump.aclose()
-    return {**model_digests(targets), "2.weight": expected["2.weight"]} == expected
+    return {**model_digests(targets), **{alias: expected[alias] for alias in aliases}} == expected
 
 
-PARTS = (send_all, give_up_half_way, fail_before_the_first_bucket)
+PARTS = (send_all, give_up_half_way, fail_before_the_first_bucket, gather_into_one_buffer)
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +186,10 @@ def test_sharded_weights_are_gathered_while_the_other_rank_takes_part(outcomes: 
     assert outcomes[send_all] == (True, 5)
 
 
-@pytest.mark.parametrize("part", PARTS[1:])
+def test_tensors_gathered_into_one_buffer_arrive_as_they_were_gathered(outcomes: Outcomes) -> None:
+    assert outcomes[gather_into_one_buffer] == (True, 6)
+
+
+@pytest.mark.parametrize("part", PARTS[1:3])
 def test_the_other_rank_is_not_left_waiting_when_an_update_fails(part: Part, outcomes: Outcomes) -> None:
     assert outcomes[part] == ("gave up", 5)

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
+import ray
+import torch
+from torch import nn
 
-from async_wsync import ModuleSource, TorchEngine, WeightBroadcaster, WeightSyncError
-from tests.ray.fleet import BUCKET_BYTES, LIMITS, NAMES, Rig, a_model, a_source, heals
+from async_wsync import (
+    BroadcastLock,
+    IterableSource,
+    ModuleSource,
+    TorchEngine,
+    WeightBroadcaster,
+    WeightSyncError,
+)
+from async_wsync.core.checksum import model_digests
+from async_wsync.rounds import UpdateRound
+from async_wsync.testing import Fault, start_engine
+from tests.ray.fleet import BUCKET_BYTES, LIMITS, NAMES, Rig, a_model, a_source, call, heals
 
 # ------------------------------------------------------------------ what a source or an adapter raises
 
@@ -110,3 +125,82 @@ async def test_hooks_that_raise_a_cancellation_or_an_exit_fail_no_update(rig: Ri
         async with rig.broadcaster(on_event=hook, progress=hook) as broadcaster:
             await broadcaster.update_weights(a_source(5), version=rig.next_version())
         assert len(fired) > 10
+
+
+# ------------------------------------------------------------------ sources that reuse their memory
+
+
+class Refill:
+    """Makes generators of a model's tensors, each copied into the one buffer, which is spoilt when they end."""
+
+    def __init__(self, model: nn.Module, *, layers: tuple[str, ...] = ("0", "1", "2", "3", "4")) -> None:
+        state = {name: t for name, t in model.state_dict().items() if name.split(".")[0] in layers}
+        self.manifest = IterableSource(list(state.items())).manifest()
+        self.walks = 0
+        self._state = state
+        self._buffer = torch.zeros(max(t.numel() for t in state.values()))
+
+    def __call__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.walks += 1
+        for name, tensor in self._state.items():
+            yield name, self._buffer[: tensor.numel()].view(tensor.shape).copy_(tensor)
+        self._buffer.fill_(float("nan"))
+
+
+@pytest.mark.parametrize("make", ["callable", "generator", "generator with a manifest"])
+async def test_a_generator_that_refills_one_buffer_arrives_as_it_was_sent(rig: Rig, make: str) -> None:
+    refill = Refill(a_model(11))
+    manifest = refill.manifest if make == "generator with a manifest" else None
+    source = IterableSource(refill if make == "callable" else refill(), manifest=manifest)
+    async with rig.broadcaster(num_buffers=3) as broadcaster:
+        await broadcaster.update_weights(source, version=rig.next_version(), verify="source")
+    for name in NAMES:
+        assert await rig.holds(name, a_model(11))
+    assert refill.walks == (2 if make == "callable" else 1)
+
+
+async def test_a_refilling_source_is_sent_again_to_the_engines_that_are_left(rig: Rig) -> None:
+    refill = Refill(a_model(12))
+    await rig.script("e2", Fault(do="raise_before", bucket=2))
+    async with rig.broadcaster(on_engine_failure="drop") as broadcaster:
+        source = IterableSource(refill, manifest=refill.manifest)
+        report = await broadcaster.update_weights(source, version=rig.next_version(), verify="source")
+        assert (report.rebuilds, report.dropped, refill.walks) == (1, ("e2",), 2)
+        assert await rig.fired("e2")
+        assert [await rig.holds(name, a_model(12)) for name in ("e0", "e1")] == [True, True]
+        await heals(rig, broadcaster)
+
+
+async def test_two_sources_of_a_round_may_both_refill_their_buffers(rig: Rig, lock: BroadcastLock) -> None:
+    shared = UpdateRound.create(name=f"round-{uuid.uuid4().hex[:6]}", num_sources=2)
+    parts = [Refill(a_model(13), layers=layers) for layers in (("0", "2", "4"), ("1", "3"))]
+    async with rig.broadcaster(lock=lock, name="s0") as first, rig.broadcaster(lock=lock, name="s1") as second:
+        version = rig.next_version()
+        await asyncio.gather(
+            *(
+                broadcaster.update_weights(IterableSource(part), version=version, round=shared)
+                for broadcaster, part in zip((first, second), parts, strict=True)
+            )
+        )
+    for name in NAMES:
+        assert await rig.holds(name, a_model(13))
+
+
+def tensors_above_a_bucket(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(300, 300), nn.Linear(8, 8), nn.Linear(300, 400), nn.Linear(300, 300))
+
+
+async def test_large_tensors_that_share_one_buffer_arrive_as_they_were_sent(ray_cluster: object) -> None:
+    handle = start_engine(partial(tensors_above_a_bucket, 0))
+    model = tensors_above_a_bucket(7)
+    refill = Refill(model)
+    try:
+        async with WeightBroadcaster(
+            [TorchEngine(handle)], lock=None, backend="gloo", bucket_bytes=64 * 1024, num_buffers=3, progress=False
+        ) as broadcaster:
+            source = IterableSource(refill, manifest=refill.manifest)
+            await broadcaster.update_weights(source, version=1, verify="source")
+        assert await call(handle.digests.remote()) == model_digests(model.state_dict())
+    finally:
+        ray.kill(handle)
