@@ -152,6 +152,7 @@ class Aftermath:
             bucket=bucket,
             outcomes=attempt.fleet.roster.outcomes([*attempt.story.dropped, *(e.name for e in attempt.engines)]),
             at_fault=sorted(self.at_fault),
+            started=attempt.story.started,
             notes=[f"note: {note}" for note in self.notes],
         )
 
@@ -164,6 +165,7 @@ def update_failed(
     phase: str,
     outcomes: dict[str, EngineOutcome],
     at_fault: Iterable[str],
+    started: bool,
     notes: Iterable[str] = (),
     bucket: int | None = None,
 ) -> UpdateFailed:
@@ -176,6 +178,7 @@ def update_failed(
         bucket=bucket,
         outcomes=outcomes,
         at_fault=tuple(at_fault),
+        started=started,
     )
     error.__cause__ = cause
     return error

@@ -121,6 +121,7 @@ class Attempt:
 
     async def open(self) -> None:
         """Pause, close what a dead source left open, flush, begin: in step, so that no byte meets a running engine."""
+        self.story.started = True
         with self.story.during("pause"):
             for engine in self.engines:
                 self.record(engine).begin()
@@ -154,6 +155,7 @@ class Attempt:
 
     def mark_updating(self) -> None:
         """Another source has opened the update, and may have sent."""
+        self.story.started = True
         for engine in self.engines:
             record = self.record(engine)
             if record.state in (EngineState.LOST, EngineState.UPDATING):

@@ -20,18 +20,21 @@ import logging
 import os
 import socket
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from async_wsync.calls import EngineCalls
-from async_wsync.critical import refuse_holder, under_lock
-from async_wsync.errors import Cancelled, EngineFailed, LockError
+from async_wsync import arguments
+from async_wsync.aftermath import update_failed
+from async_wsync.closing import close_groups
+from async_wsync.connecting import connect_all
+from async_wsync.critical import refuse_holder
+from async_wsync.errors import Cancelled
 from async_wsync.fleet import Fleet
-from async_wsync.greeting import greet
-from async_wsync.links import Link, Links, Topology
+from async_wsync.links import Links, Topology
+from async_wsync.membership import change_members, close_adapters
 from async_wsync.no_lock import NoLock
 from async_wsync.progress import SafeProgress, make_progress
 from async_wsync.report import UpdateReport
@@ -41,12 +44,11 @@ from async_wsync.runtime.cancellation import finish
 from async_wsync.runtime.foreign import contained
 from async_wsync.sources.pump import SourcePump
 from async_wsync.story import Settings, Story, Verify
+from async_wsync.turns import Turns
 from async_wsync.types import (
-    Call,
     EngineInfo,
     EngineState,
     EventHook,
-    HeldLock,
     PauseMode,
     Progress,
     RolloutEngine,
@@ -137,11 +139,7 @@ class WeightBroadcaster:
             is_lost=self._fleet.roster.is_lost,
         )
         self._version: int | None = None
-        self._turn = asyncio.Lock()  # one update or change of members at a time in this process
-        self._open = False
-        self._closed = False
-        self._greeted: dict[str, EngineInfo] = {}
-        self._running: Update | None = None
+        self._turns = Turns(self.name, self._lock)
 
     # ------------------------------------------------------------------ entering and leaving
 
@@ -155,43 +153,29 @@ class WeightBroadcaster:
         await self.aclose()
 
     async def connect(self) -> None:
-        """Greet every engine and form the update groups, under the lock. Bounded by ``timeouts.connect`` each."""
-        refuse_holder(self._lock)
-        connected = False
-        self._closed = False
-        try:
-            await self._greet_all()
-            await self._under_lock("connect", self._connect)
-            connected = True
-        finally:
-            if not connected:
-                await self.aclose()
-        self._open = True
+        """Greet every engine and form the update groups, under the lock. Bounded by ``timeouts.connect`` each.
 
-    async def _under_lock(self, what: str, work: Callable[[EngineCalls, HeldLock], Awaitable[None]]) -> None:
-        await under_lock(self._lock, work, label=f"{self.name} {what}", timeouts=self._settings.timeouts)
-
-    async def _greet_all(self) -> None:
-        limits = self._settings.timeouts
-        roster = self._fleet.roster
-        records = {name: roster[name] for name in self._fleet.names}
-        answers = await greet(self._fleet.engines, records, source=self.name, limit=limits.connect, field="connect")
-        dropping = self._settings.on_engine_failure == "drop"
-        for answer in answers.values():
-            if isinstance(answer, EngineFailed) and not dropping:
-                raise answer
-        self._greeted = {name: answer for name, answer in answers.items() if isinstance(answer, EngineInfo)}
-
-    async def _connect(self, calls: EngineCalls, held: HeldLock) -> None:
-        limits = self._settings.timeouts
-        await self._links.ensure(
-            [engine for engine in self._fleet.engines if engine.name in self._greeted],
-            backend=self._pick_backend(list(self._greeted.values())),
-            incarnation=lambda name: self._fleet.roster[name].incarnation,
-            calls=calls,
-            # The deadline is ours, and knows who is missing; an adapter that gave up first would blame its engine.
-            call=Call(source=self.name, fence=held.fence, timeout=limits.connect + limits.drain),
-        )
+        Opens a broadcaster that is new or closed; an update on a new one forms the groups by itself. If it fails, a
+        broadcaster that was open stays open, any other is closed. Raises ValueError while the broadcaster is being
+        closed, `Cancelled` if it is closed meanwhile, `EngineFailed`, `RendezvousError`, `LockError`.
+        """
+        async with self._turns.take_to_open() as was_open:
+            connected = False
+            try:
+                with self._turns.errand("connect", self._settings.timeouts) as errand:
+                    await connect_all(
+                        self._fleet,
+                        self._links,
+                        errand,
+                        self._settings,
+                        choose_backend=self._pick_backend,
+                        source=self.name,
+                        keep=was_open,
+                    )
+                connected = True
+            finally:
+                if not (connected or was_open):
+                    await finish(self._close(), name=f"{self.name}: close")
 
     def _pick_backend(self, infos: Sequence[EngineInfo], *, source_device: str | None = None) -> str:
         if self._backend != "auto":
@@ -201,38 +185,21 @@ class WeightBroadcaster:
         return "nccl" if here and all(cuda) else "gloo"
 
     async def aclose(self) -> None:
-        """Leave and close all groups. Idempotent, bounded by ``timeouts``, and quiet: it never raises for an engine.
+        """Leave and close all groups. Idempotent and quiet: it never raises for an engine, for the lock or for Ray.
 
-        An update that another task has under way is broken off first, and fails. Raises `SelfDeadlock`, and closes
-        nothing, where there are groups to close and the caller holds the lock.
+        What another task has under way or waits for (a connect, an update, a change of members) is broken off first,
+        fails, and settles within ``timeouts.drain``; the rest is bounded by ``timeouts.close``. After that nothing
+        opens by itself; a new `connect` does. Raises `SelfDeadlock`, and closes nothing, where there are groups to
+        close and the caller holds the lock.
         """
         if self._links.all:
             refuse_holder(self._lock)
-        self._open = False
-        self._closed = True
-        await finish(self._close(), name=f"{self.name}: close")
+        await self._turns.close(self._close)
 
     async def _close(self) -> None:
-        limits = self._settings.timeouts
-        if self._running is not None:
-            self._running.break_off(Cancelled("the broadcaster was closed during the update"))
-        async with self._turn:
-            await self._close_links(limits)
-            for engine in self._fleet.engines:
-                await engine.aclose()
-
-    async def _close_links(self, limits: Timeouts) -> None:
-        if self._links.all:
-            call = Call(source=self.name, fence=0, timeout=limits.close)
-            try:
-                async with self._lock.hold(label=f"{self.name} close", timeout=limits.close) as held:
-                    await self._links.aclose(Call(source=self.name, fence=held.fence, timeout=limits.close))
-            except LockError as error:
-                # Our own end must go all the same; the engines notice that we have left.
-                logger.warning("%s: closing without the lock: %s", self.name, error)
-                for link in self._links.all:
-                    link.abort()
-                await self._links.aclose(call)
+        limit = self._settings.timeouts.close
+        await close_groups(self._links, self._lock, source=self.name, limit=limit)
+        await close_adapters(self._fleet.engines, limit=limit)
 
     # ----------------------------------------------------------------------------- updates
 
@@ -255,11 +222,12 @@ class WeightBroadcaster:
         ``atomic_groups``: regular expressions; tensors whose names match one travel in one bucket.
         ``round``: send ``source`` as one part of an update that several sources share; see `UpdateRound`.
 
-        Raises ValueError (a bad argument, nothing touched), `EngineRejected` (the engines and the source disagree on
-        names, shapes or types; nothing touched), `LockError` (`SelfDeadlock` at once, where the calling task holds the
-        lock), and `UpdateFailed` for all that goes wrong after that.
+        Raises nothing but ValueError (a bad argument; nothing touched), `EngineRejected` (the engines and the source
+        disagree on names, shapes or types; nothing touched), `LockError` (`SelfDeadlock` at once, where the calling
+        task holds the lock), and `UpdateFailed` for all else that goes wrong, whose ``started`` is False where
+        nothing was touched: the source failed, time was up, a round failed or the broadcaster was closed before that.
         """
-        async with self._exclusive():
+        async with self._turn_to_update("update_weights", version):
             self._check_version(version)
             return await self._run(
                 source,
@@ -272,13 +240,6 @@ class WeightBroadcaster:
                 atomic_groups=atomic_groups,
                 round=round,
             )
-
-    @asynccontextmanager
-    async def _exclusive(self) -> AsyncIterator[None]:
-        """Our turn at work that takes the lock. A task that holds it would wait for itself, and is told so at once."""
-        refuse_holder(self._lock)
-        async with self._turn:
-            yield
 
     async def _run(
         self,
@@ -306,19 +267,32 @@ class WeightBroadcaster:
             **options,
         )
         task = asyncio.get_running_loop().create_task(update.run(), name=f"{self.name}: update {version}")
-        self._running = update
         try:
-            return await finish(task, on_cancel=lambda: update.cancelled(task), name=task.get_name())
+            with self._turns.running("the update", update):
+                return await finish(task, on_cancel=lambda: update.cancelled(task), name=task.get_name())
         finally:
-            self._running = None
             if story.published:
                 self._version = version
+
+    @asynccontextmanager
+    async def _turn_to_update(self, call: str, version: int | None) -> AsyncIterator[None]:
+        try:
+            async with self._turns.take(call):
+                yield
+        except Cancelled as closed:
+            raise update_failed(
+                "not started",
+                closed,
+                version=version or 0,
+                phase="turn",
+                outcomes=self._fleet.roster.outcomes(),
+                at_fault=(),
+                started=False,
+            ) from closed
 
     def _check_version(self, version: int) -> None:
         if isinstance(version, bool) or not isinstance(version, int):
             raise ValueError(f"version must be an int, got {version!r}")
-        if self._closed:
-            raise ValueError(f"{self.name} is closed: connect() it again, or make a new broadcaster")
         if self._version is not None and version <= self._version:
             raise ValueError(f"version must increase: {version} after {self._version}")
 
@@ -335,45 +309,48 @@ class WeightBroadcaster:
     # -------------------------------------------------------------------------------- fleet
 
     async def add_engines(self, engines: Iterable[RolloutEngine]) -> None:
-        """Take in more engines. They are stale until the next update, or a `catch_up`, reaches them."""
-        async with self._turn:
-            self._fleet.add(engines)
+        """Take in more engines. They are stale until the next update, or a `catch_up`, reaches them.
+
+        This and the other changes of members happen wholly or not at all. They raise ValueError where the change
+        makes no sense, or while the broadcaster is being closed, and `Cancelled` if it is closed meanwhile.
+        """
+        joining = list(engines)
+        async with self._turns.take("add_engines"):
+            await self._change("add engines", joining=joining)
 
     async def remove_engines(self, names: Iterable[str]) -> None:
-        """Let engines go: their groups are closed under the lock, and the others' are rebuilt when next needed."""
-        async with self._exclusive():
-            await self._remove(list(names))
+        """Let engines go: their groups are closed under the lock, and the others' are rebuilt when next needed.
+
+        Raises `LockError` too; then, and if it is cancelled before the lock is ours, all are still members.
+        """
+        leaving = arguments.names("names", names)
+        async with self._turns.take("remove_engines"):
+            await self._change("remove engines", leaving=leaving)
 
     async def replace_engine(self, name: str, engine: RolloutEngine) -> None:
-        """Put ``engine`` in the place of the one called ``name``, which may be dead."""
-        async with self._exclusive():
-            if engine.name != name and engine.name in self._fleet.names:
-                raise ValueError(f"duplicate engine {engine.name!r}")
-            await self._remove([name], keep_one=False)
-            self._fleet.add([engine])
+        """Put ``engine`` in the place of the one called ``name``, which may be dead. Raises as `remove_engines`."""
+        async with self._turns.take("replace_engine"):
+            await self._change("replace an engine", leaving=[name], joining=[engine])
 
-    async def _remove(self, names: list[str], *, keep_one: bool = True) -> None:
-        unknown = [n for n in names if n not in self._fleet.names]
-        if not unknown and keep_one and len(set(names)) >= len(self._fleet):
-            raise ValueError("that would leave no engine: close the broadcaster instead, or add others first")
-        gone = self._fleet.remove(names)
-        links = [link for link in self._links.all if link.names & set(names)]
-        if links:
-            await self._under_lock("remove engines", partial(self._leave, links))
-        for engine in gone:
-            await engine.aclose()
-
-    async def _leave(self, links: list[Link], calls: EngineCalls, held: HeldLock) -> None:
-        limit = self._settings.timeouts.close
-        await self._links.drop(links, Call(source=self.name, fence=held.fence, timeout=limit))
+    async def _change(self, what: str, *, leaving: Sequence[str] = (), joining: Sequence[RolloutEngine] = ()) -> None:
+        with self._turns.errand(what, self._settings.timeouts) as errand:
+            await change_members(
+                self._fleet,
+                self._links,
+                errand,
+                leaving=leaving,
+                joining=joining,
+                source=self.name,
+                limit=self._settings.timeouts.close,
+            )
 
     async def catch_up(self, source: WeightSource, *, verify: Verify | None = None) -> UpdateReport | None:
         """Bring those engines that are not on the current version to it, over a group of their own.
 
         ``source`` must still hold that version. The engines that are current are neither paused nor spoken to. None
-        where there is nothing to do; ValueError before the first update.
+        where there is nothing to do; ValueError before the first update. Raises as `update_weights` for all else.
         """
-        async with self._exclusive():
+        async with self._turn_to_update("catch_up", self._version):
             if self._version is None:
                 raise ValueError("catch_up before the first update: there is no current version yet")
             behind = [n for n in self._fleet.names if n not in self.current_engines()]
@@ -415,8 +392,7 @@ class WeightBroadcaster:
 
     def __repr__(self) -> str:
         states = ", ".join(f"{name} {state}" for name, state in self.engine_states.items())
-        phase = "open" if self._open else "closed"
-        return f"<WeightBroadcaster {self.name} {phase}, version {self._version}, {states}>"
+        return f"<WeightBroadcaster {self.name} {self._turns.phase}, version {self._version}, {states}>"
 
 
 def _one_of(what: str, value: Any, allowed: tuple[str, ...]) -> Any:

@@ -7,7 +7,8 @@ working on it. It ends by an answer, or its engine is quarantined.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -46,6 +47,35 @@ class Interrupt:
     @property
     def future(self) -> asyncio.Future[None]:
         return self._future
+
+    @asynccontextmanager
+    async def breaks_off(self) -> AsyncIterator[None]:
+        """For waits that do not race against the interrupt themselves: once it fires, they end with its reason.
+
+        What is awaited inside is cancelled for it, so that it must be something that may be given up.
+        """
+        if self.reason is not None:
+            raise self.reason
+        loop = asyncio.get_running_loop()
+        inside = True
+        try:
+            async with asyncio.timeout_at(None) as limit:
+
+                def end(_: object) -> None:
+                    if inside:
+                        limit.reschedule(loop.time())
+
+                self._future.add_done_callback(end)
+                try:
+                    yield
+                finally:
+                    inside = False
+                    self._future.remove_done_callback(end)
+        except TimeoutError as error:
+            if not limit.expired() or isinstance(error, WeightSyncError):
+                raise
+            assert self.reason is not None
+            raise self.reason from None
 
 
 @dataclass(slots=True, eq=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from typing import Protocol, runtime_checkable
 
 from async_wsync.calls import EngineCalls, Interrupt
@@ -11,7 +12,7 @@ from async_wsync.errors import Cancelled
 from async_wsync.runtime.cancellation import finish
 from async_wsync.types import HeldLock, Timeouts, UpdateLock
 
-__all__ = ["refuse_holder", "under_lock"]
+__all__ = ["Errand", "refuse_holder"]
 
 Work = Callable[[EngineCalls, HeldLock], Awaitable[None]]
 
@@ -29,29 +30,44 @@ def refuse_holder(lock: UpdateLock) -> None:
         lock.refuse_holder()
 
 
-async def under_lock(lock: UpdateLock, work: Work, *, label: str, timeouts: Timeouts) -> None:
-    """Do ``work`` under the lock; the engine calls that it starts are settled before that goes.
+class Errand:
+    """One piece of work under the lock. The engine calls that it starts are settled before the lock goes."""
 
-    A cancelled caller gets away at once as long as the lock is not ours, and else as soon as all has settled.
-    """
-    calls = EngineCalls(Interrupt())
-    holding = False
+    def __init__(self, lock: UpdateLock, *, label: str, timeouts: Timeouts) -> None:
+        self._lock = lock
+        self._label = label
+        self._timeouts = timeouts
+        self._calls = EngineCalls(Interrupt())
+        self._holding = False
 
-    async def run() -> None:
-        nonlocal holding
-        async with lock.hold(label=label, timeout=timeouts.lock) as held:
-            holding = True
+    async def run(self, work: Work, *, before: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Do ``before``, without the lock, and then ``work`` under it.
+
+        A cancelled caller gets away at once as long as the lock is not ours, and else as soon as all has settled.
+        """
+        task = asyncio.get_running_loop().create_task(self._go(work, before), name=self._label)
+
+        def stop() -> None:
+            if self._holding:
+                self.break_off(Cancelled(f"{self._label} was cancelled"))
+            else:
+                task.cancel()
+
+        await finish(task, on_cancel=stop)
+
+    def break_off(self, reason: Exception) -> None:
+        """End it with this failure, wherever it is."""
+        self._calls.interrupt.fire(reason)
+
+    async def _go(self, work: Work, before: Callable[[], Awaitable[None]] | None) -> None:
+        async with AsyncExitStack() as stack:
+            async with self._calls.interrupt.breaks_off():
+                if before is not None:
+                    await before()
+                hold = self._lock.hold(label=self._label, timeout=self._timeouts.lock)
+                held = await stack.enter_async_context(hold)
+                self._holding = True
             try:
-                await work(calls, held)
+                await work(self._calls, held)
             finally:
-                await finish(calls.settle(limit=timeouts.drain), name=f"settling {label}")
-
-    task = asyncio.get_running_loop().create_task(run(), name=label)
-
-    def stop() -> None:
-        if holding:
-            calls.interrupt.fire(Cancelled(f"{label} was cancelled"))
-        else:
-            task.cancel()
-
-    await finish(task, on_cancel=stop)
+                await finish(self._calls.settle(limit=self._timeouts.drain), name=f"settling {self._label}")

@@ -200,6 +200,7 @@ class UpdateFailed(WeightSyncError):
 
     ``outcomes`` has every engine's state, last acknowledged bucket and own error; ``__cause__`` is
     the first failure, ``at_fault`` names the engines that caused it. The message is a short table.
+    ``started`` is False if nothing was touched: no engine was paused or sent anything, none has changed its state.
     """
 
     version: int = 0
@@ -207,3 +208,4 @@ class UpdateFailed(WeightSyncError):
     bucket: int | None = None
     outcomes: Mapping[str, EngineOutcome] = {}
     at_fault: tuple[str, ...] = ()
+    started: bool = True

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
+from async_wsync.arguments import at_least, text
 from async_wsync.core.engine_state import Roster
 from async_wsync.types import RolloutEngine
 
 __all__ = ["Fleet"]
+
+_VERBS = ("name", "num_ranks", "wire_format", "hello", "join", "leave", "begin", "receive", "end", "publish", "aclose")
 
 
 class Fleet:
@@ -16,12 +20,9 @@ class Fleet:
     def __init__(self, engines: Iterable[RolloutEngine]) -> None:
         self.roster = Roster()
         self._engines: dict[str, RolloutEngine] = {}
-        self.add(engines)
+        self.exchange((), engines)
         if not self._engines:
             raise ValueError("no engines: a broadcaster needs at least one to send weights to")
-
-    def __len__(self) -> int:
-        return len(self._engines)
 
     @property
     def engines(self) -> tuple[RolloutEngine, ...]:
@@ -31,37 +32,64 @@ class Fleet:
     def names(self) -> tuple[str, ...]:
         return tuple(self._engines)
 
-    def add(self, engines: Iterable[RolloutEngine]) -> None:
-        """Add all of them or, where one is unfit, none."""
-        engines = list(engines)
-        names = [_checked(engine).name for engine in engines]
-        for name in names:
-            if names.count(name) > 1 or name in self._engines:
-                raise ValueError(f"duplicate engine {name!r}: every engine needs a name of its own, and one adapter")
-        for engine in engines:
-            self._engines[engine.name] = engine
-            self.roster.add(engine.name)
-
-    def remove(self, names: Iterable[str]) -> list[RolloutEngine]:
-        names = list(names)
-        for name in names:
+    def after(self, leaving: Iterable[str], joining: Iterable[RolloutEngine]) -> dict[str, RolloutEngine]:
+        """The engines by name as they would be after `exchange`; raises ValueError where it would."""
+        out = dict.fromkeys(leaving)
+        for name in out:
             if name not in self._engines:
                 raise ValueError(f"no engine named {name!r} here; there are: {', '.join(self._engines) or 'none'}")
-        for name in names:
+        new = _by_name(joining)
+        for name in new:
+            if name in self._engines and name not in out:
+                raise _duplicate(name)
+        engines: dict[str, RolloutEngine] = {}
+        for name, engine in self._engines.items():
+            if name not in out:
+                engines[name] = engine
+            elif name == next(iter(out)):
+                engines.update(new)  # in the place of the first that leaves
+        return engines | new
+
+    def exchange(self, leaving: Iterable[str], joining: Iterable[RolloutEngine]) -> list[RolloutEngine]:
+        """Let these go and take those in: all of it, or none where one is unfit. The adapters that are not needed
+        any more."""
+        out, new = list(dict.fromkeys(leaving)), list(joining)
+        engines = self.after(out, new)
+        gone = [self._engines[name] for name in out]
+        self._engines = engines
+        for name in out:
             self.roster.remove(name)
-        return [self._engines.pop(name) for name in names]
+        for engine in new:
+            self.roster.add(engine.name)
+        self.roster.arrange(engines)
+        return [old for old in gone if not any(old is one for one in engines.values())]
 
     def pick(self, names: Sequence[str]) -> list[RolloutEngine]:
         return [self._engines[name] for name in names]
 
 
-def _checked(engine: RolloutEngine) -> RolloutEngine:
-    for verb in ("name", "num_ranks", "join", "begin", "receive", "end"):
+def _by_name(engines: Any) -> dict[str, RolloutEngine]:
+    if isinstance(engines, str | bytes) or not isinstance(engines, Iterable):
+        raise ValueError(f"engines must be a list of rollout engines, got {engines!r}")
+    found: dict[str, RolloutEngine] = {}
+    for engine in engines:
+        _check(engine)
+        if engine.name in found:
+            raise _duplicate(engine.name)
+        found[engine.name] = engine
+    return found
+
+
+def _duplicate(name: str) -> ValueError:
+    return ValueError(f"duplicate engine {name!r}: every engine needs a name of its own, and one adapter")
+
+
+def _check(engine: RolloutEngine) -> None:
+    for verb in _VERBS:
         if not hasattr(engine, verb):
             raise ValueError(
                 f"{engine!r} is not a rollout engine (it has no {verb!r}): wrap an actor handle in an adapter, "
                 "TorchEngine(handle) for an actor with a WeightReceiver"
             )
-    if engine.num_ranks < 1:
-        raise ValueError(f"engine {engine.name!r}: num_ranks must be at least 1, got {engine.num_ranks}")
-    return engine
+    text("the name of an engine", engine.name)
+    at_least(f"engine {engine.name!r}: num_ranks", engine.num_ranks, 1)

@@ -213,7 +213,7 @@ class Links:
         await self._leave(members, rendezvous.spec.name, call)
 
     async def drop(self, links: Sequence[Link], call: Call) -> None:
-        """Close groups at both ends. Bounded; what an engine answers to a farewell changes nothing."""
+        """Close groups at both ends, within ``Timeouts.close``; what engines answer to a farewell changes nothing."""
         for link in links:
             if link in self._links:
                 self._links.remove(link)
@@ -225,17 +225,14 @@ class Links:
         if link.broken:
             link.group.abort()
         await self._leave(link.engines, link.group.spec.name, call)
-        await link.group.aclose(self._timeouts.close)
+        await link.group.aclose(self._timeouts.close / 2)
 
     async def _leave(self, members: Sequence[RolloutEngine], name: str, call: Call) -> None:
         there = [e for e in members if not self._is_lost(e.name)]  # a silent one would hold up the farewell
         tasks = [asyncio.get_running_loop().create_task(_quietly(e, e.leave(call, name))) for e in there]
-        await settle(tasks, timeout=self._timeouts.close)
+        await settle(tasks, timeout=self._timeouts.close / 2)
         for task in tasks:
             task.cancel()
-
-    async def aclose(self, call: Call) -> None:
-        await self.drop(self._links[:], call)
 
 
 async def _quietly(engine: RolloutEngine, farewell: Awaitable[None]) -> None:

@@ -273,7 +273,7 @@ class Hold:
         error.add_note(str(self._lost))
 
     def _submit_release(self) -> Any:
-        return self._link.handle.release.remote(self._view.claim)
+        return self._link.submit("release", self._view.claim)
 
     async def _confirm(self, release: Any) -> str | None:
         """Wait until the server has answered a release, sending it again where it may be lost. Returns what was odd."""

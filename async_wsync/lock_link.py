@@ -11,7 +11,7 @@ from typing import Any
 from async_wsync.core.lock_state import Who
 from async_wsync.errors import LockError, LockUnavailable
 from async_wsync.lock_watch import Beacon, ClientCard, own_card
-from async_wsync.runtime.object_refs import RemoteDied, RemoteRaised, await_ref, node_address
+from async_wsync.runtime.object_refs import RemoteDied, RemoteRaised, await_ref, node_address, ray_is_up, submit
 from async_wsync.runtime.threads import DaemonWorker
 
 __all__ = ["LockLink"]
@@ -41,7 +41,11 @@ class LockLink:
         self._identity: _Identity | None = None
 
     async def ready(self, timeout: float) -> None:
-        """Raises `LockUnavailable` where there is no lock of this name, or Ray does not answer in time."""
+        """Raises `LockUnavailable` where there is no lock of this name, or Ray does not answer in time, or at all."""
+        if not ray_is_up():  # each call of Ray below would start a cluster
+            raise LockUnavailable(
+                f"{self.what} {self.name!r}: Ray is not running in this process: ray.init() comes first"
+            )
         if self.handle is not None and self._identity is not None and self._identity.key == _process_key():
             return
         # Both of these wait for Ray's control plane.
@@ -85,11 +89,15 @@ class LockLink:
         """Ask the server to notice our death. Its answer is not waited for: the next poll tells if it is missing."""
         me = self._identity
         assert me is not None
-        self.handle.watch.remote(me.card, [me.ref], me.beacon)
+        self.submit("watch", me.card, [me.ref], me.beacon)
 
     async def ask(self, method: str, *args: Any, timeout: float) -> Any:
         """Call the server. Raises TimeoutError, RemoteDied where it may come back, `LockUnavailable` where not."""
-        return await self.answer(getattr(self.handle, method).remote(*args), timeout=timeout)
+        return await self.answer(self.submit(method, *args), timeout=timeout)
+
+    def submit(self, method: str, *args: Any) -> Any:
+        """Send a call; the reference to its answer. Raises nothing, also where Ray was shut down."""
+        return submit(getattr(self.handle, method), *args)
 
     async def answer(self, ref: Any, *, timeout: float) -> Any:
         try:

@@ -20,7 +20,7 @@ from typing import Any
 from async_wsync.errors import AcquireTimeout, LockError, LockUnavailable
 from async_wsync.lock_hold import holdings, undo
 from async_wsync.runtime.cancellation import finish
-from async_wsync.runtime.object_refs import RemoteDied, RemoteRaised, await_ref
+from async_wsync.runtime.object_refs import RemoteDied, RemoteRaised, await_ref, submit
 from async_wsync.runtime.threads import start_daemon
 
 __all__ = ["PolledLock"]
@@ -105,7 +105,7 @@ class PolledHold:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._task is not None
-        release = self._lock.handle.release.remote()
+        release = submit(self._lock.handle.release)
         holdings.discard(self._task, self._lock.key)
         trouble = await finish(self._confirm(release), name="releasing a polled lock")
         if error is not None and trouble is not None:
@@ -117,7 +117,7 @@ class PolledHold:
         deadline = started + self._timeout
         delay, refused = lock.interval, False
         while True:
-            self._pending = lock.handle.acquire.remote()
+            self._pending = submit(lock.handle.acquire)
             try:
                 async with asyncio.timeout(max(0.5, deadline - time.monotonic())):
                     granted = await await_ref(self._pending, what="the polled lock")
@@ -157,12 +157,12 @@ class PolledHold:
             logger.warning("polled lock: a withdrawn poll failed, so that it cannot have been granted: %s", error)
             return
         if granted:
-            await self._confirm(self._lock.handle.release.remote())
+            await self._confirm(submit(self._lock.handle.release))
 
     def _release_late(self, poll: Future[Any]) -> None:
         if not poll.cancelled() and poll.exception() is None and poll.result():
             # Not in Ray's callback thread, which must not call Ray.
-            start_daemon(self._lock.handle.release.remote, name="wsync-late-release")
+            start_daemon(submit, self._lock.handle.release, name="wsync-late-release")
 
     async def _confirm(self, release: Any) -> str | None:
         try:

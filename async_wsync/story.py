@@ -48,6 +48,7 @@ class Story:
     dropped: list[str] = field(default_factory=list)
     rebuilds: int = 0
     checksum: str | None = None
+    started: bool = False  # some engine may have been paused or sent something
     published: bool = False
 
     @contextmanager

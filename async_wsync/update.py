@@ -24,6 +24,7 @@ from async_wsync.errors import (
     EngineFailed,
     EngineRejected,
     LeaseLost,
+    LockError,
     PhaseTimeout,
     UpdateFailed,
     WeightSyncError,
@@ -98,6 +99,10 @@ class Update:
             await self._carry_out(spec, engines)
             done = True
             return self._report(spec)
+        except (ValueError, LockError, UpdateFailed, EngineRejected):
+            raise
+        except Exception as error:
+            raise self._ended_outside_an_attempt(error) from error
         finally:
             for timer in self._timers:
                 timer.cancel()
@@ -166,6 +171,18 @@ class Update:
         self.backend = self.choose_backend(infos, source_device=self.pump.device.type)
         return left
 
+    def _ended_outside_an_attempt(self, cause: Exception) -> UpdateFailed:
+        """The source, the clock, the round or a closing broadcaster ended it where no attempt was under way."""
+        return update_failed(
+            "failed" if self.story.started else "not started",
+            cause,
+            version=self.story.version,
+            phase=self.story.phase or "start",
+            outcomes=self.fleet.roster.outcomes(self.targets),
+            at_fault=(),
+            started=self.story.started,
+        )
+
     def _unreachable(self, gone: dict[str, EngineFailed]) -> UpdateFailed:
         return update_failed(
             "not started",
@@ -174,6 +191,7 @@ class Update:
             phase="hello",
             outcomes=self.fleet.roster.outcomes(self.targets),
             at_fault=gone,
+            started=False,
             notes=["replace or remove the lost engines, or let updates go on without them: on_engine_failure='drop'"],
         )
 

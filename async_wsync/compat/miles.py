@@ -22,7 +22,7 @@ from async_wsync.errors import BroadcastFailed, EngineDied, EngineFailed, Engine
 from async_wsync.lock import PolledLock
 from async_wsync.runtime.cancellation import finish, settle
 from async_wsync.runtime.cuda_streams import SideStream, queued_by_now
-from async_wsync.runtime.object_refs import RemoteDied, RemoteRaised, await_ref
+from async_wsync.runtime.object_refs import RemoteDied, RemoteRaised, await_ref, submit
 from async_wsync.runtime.threads import DaemonWorker, start_daemon
 from async_wsync.runtime.update_group import UpdateGroup
 from async_wsync.types import Timeouts
@@ -110,7 +110,7 @@ class _Bucket:
         try:
             for index, engine in enumerate(self.engines):
                 name = f"rollout_engines[{index}] {engine!r}"
-                ref = engine.update_weights_from_distributed.remote(**arguments)
+                ref = submit(engine.update_weights_from_distributed, **arguments)
                 self.replies[name] = _start(self._reply(name, ref))
             sending = _start(self._broadcast(worker))
             await self._all_or_first_failure(sending)

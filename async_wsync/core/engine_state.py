@@ -118,6 +118,12 @@ class Roster:
     def remove(self, name: str) -> None:
         del self._records[name]
 
+    def arrange(self, names: Iterable[str]) -> None:
+        """Put the records into this order; it names all of them."""
+        records = {name: self._records[name] for name in names}
+        assert records.keys() == self._records.keys()
+        self._records = records
+
     def __getitem__(self, name: str) -> EngineRecord:
         return self._records[name]
 

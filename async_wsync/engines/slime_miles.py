@@ -19,7 +19,7 @@ from async_wsync.engines.replies import failure_in, looks_collective, short
 from async_wsync.engines.sglang_names import against_index, rejection
 from async_wsync.engines.sglang_wire import Selector
 from async_wsync.errors import EngineBusy, EngineDied, EngineFailed, EngineRejected, EngineTimeout
-from async_wsync.runtime.object_refs import RemoteDied, RemoteRaised, await_ref
+from async_wsync.runtime.object_refs import RemoteDied, RemoteRaised, await_ref, submit
 from async_wsync.runtime.threads import DaemonWorker
 from async_wsync.types import BucketSpec, Call, EngineInfo, EngineState, GroupSpec, PauseMode, UpdateSpec, WireFormat
 
@@ -256,7 +256,7 @@ class SGLangActor:
         if remote is None:
             raise EngineRejected(f"{self._name} has no method {method}", **facts)
         try:
-            return remote.remote(*args, **arguments)
+            return submit(remote, *args, **arguments)
         except TypeError as error:
             # Nothing was sent. Leave out what an older actor does not take, one by one.
             unknown = next((name for name in optional if name in arguments and f"'{name}'" in str(error)), None)

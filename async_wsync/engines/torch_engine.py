@@ -9,7 +9,7 @@ from typing import Any
 from async_wsync.engines import protocol as p
 from async_wsync.engines.replies import failure_in, short
 from async_wsync.errors import EngineDied, EngineFailed, EngineReplaced, EngineTimeout
-from async_wsync.runtime.object_refs import RemoteDied, RemoteRaised, await_ref
+from async_wsync.runtime.object_refs import RemoteDied, RemoteRaised, await_ref, submit
 from async_wsync.runtime.threads import DaemonWorker
 from async_wsync.types import BucketSpec, Call, EngineInfo, GroupSpec, PauseMode, UpdateSpec, WireFormat
 
@@ -198,7 +198,7 @@ class TorchEngine:
         facts = {"engine": self.name, "phase": phase, "bucket": bucket}
         try:
             # Submitted before the first await, so that a cancelled caller's requests still arrive in order.
-            reply = await await_ref(self._remote.remote(request), what=f"{phase} of {self.name}")
+            reply = await await_ref(submit(self._remote, request), what=f"{phase} of {self.name}")
         except RemoteDied as error:
             raise EngineDied(f"{self.name}: {where}: {error}", **facts) from error
         except RemoteRaised as error:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from async_wsync.engines.http import JsonServer
 from async_wsync.engines.replies import short
 from async_wsync.engines.vllm_wire import UNSEEN_REPLICA
-from async_wsync.runtime.object_refs import RemoteDied, RemoteRaised, await_ref
+from async_wsync.runtime.object_refs import RemoteDied, RemoteRaised, await_ref, submit
 
 __all__ = ["ActorControl", "At", "Control", "HttpControl", "hinted", "unseen_replica"]
 
@@ -89,7 +89,7 @@ class ActorControl:
         self._handle = handle
 
     async def _call(self, method: str, at: At, *args: Any) -> Any:
-        ref = getattr(self._handle, method).remote(*args)
+        ref = submit(getattr(self._handle, method), *args)
         async with asyncio.timeout(at.timeout):
             try:
                 return await await_ref(ref, what=method)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import socket
 import sys
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from typing import Any
 
 from async_wsync.errors import WeightSyncError
 from async_wsync.runtime.threads import wait_done
 
-__all__ = ["RemoteDied", "RemoteRaised", "await_ref", "node_address", "remote_error"]
+__all__ = ["RemoteDied", "RemoteRaised", "await_ref", "node_address", "ray_is_up", "remote_error", "submit"]
 
 
 class RemoteDied(WeightSyncError):
@@ -33,6 +33,34 @@ class RemoteRaised(WeightSyncError):
     what: str = ""
     cause: BaseException | None = None
     remote_traceback: str = ""
+
+
+class _NeverSent:
+    """In the place of a reference to the answer of a call that could not be sent."""
+
+    def __init__(self, error: RemoteDied) -> None:
+        self._error = error
+
+    def future(self) -> Future[Any]:
+        failed: Future[Any] = Future()
+        failed.set_exception(self._error)
+        return failed
+
+
+def ray_is_up() -> bool:
+    """Whether this process is connected to Ray. Most of Ray's own calls would start a cluster to find out."""
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
+
+
+def submit(method: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call an actor's method, at once; the reference to its answer.
+
+    If Ray was shut down in this process nothing is sent, and awaiting the reference raises `RemoteDied`.
+    """
+    if "ray" in sys.modules and not ray_is_up():
+        return _NeverSent(RemoteDied("Ray was shut down in this process, and its actors with it"))
+    return method.remote(*args, **kwargs)
 
 
 async def await_ref(ref: Any, *, what: str = "") -> Any:
@@ -57,6 +85,8 @@ def remote_error(error: BaseException, *, what: str = "") -> WeightSyncError:
 
 
 def _translate(error: BaseException, what: str) -> WeightSyncError:
+    if isinstance(error, RemoteDied):
+        return error
     import ray.exceptions as rex
 
     # First: a task error that carries an actor's death tells of *another* actor, one that the callee talked to.
@@ -105,9 +135,8 @@ def _first_line(error: BaseException) -> str:
 
 def node_address() -> str:
     """The address at which others reach this process: its Ray node's, or the host's where there is no Ray."""
-    ray = sys.modules.get("ray")
-    if ray is not None and ray.is_initialized():
-        return str(ray.util.get_node_ip_address())
+    if ray_is_up():
+        return str(sys.modules["ray"].util.get_node_ip_address())
     return host_address()
 
 

@@ -84,6 +84,8 @@ class SourcePump:
 
     def _describe(self) -> Manifest:
         manifest = self.source.manifest()
+        if not isinstance(manifest, Manifest):
+            raise SourceError(f"the source's manifest() returned {manifest!r:.200}, which is no Manifest")
         device = getattr(self.source, "device", None)
         self._source_device = torch.device(device) if device is not None else None
         self._owes_a_walk = self._collective = bool(getattr(self.source, "collective", False))

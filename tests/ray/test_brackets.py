@@ -21,6 +21,7 @@ from async_wsync import (
     PolledLock,
     SelfDeadlock,
     TorchEngine,
+    UpdateFailed,
     WeightBroadcaster,
 )
 from async_wsync.testing import Fault
@@ -188,8 +189,11 @@ async def test_the_total_limit_ends_an_update_wherever_it_is(rig: Rig, lock: Bro
         pauses = len([s for s in await rig.seen("e0") if s.verb == "pause"])
         async with lock.hold(label="somebody else", timeout=30):
             update = asyncio.create_task(broadcaster.update_weights(a_source(1), version=rig.next_version()))
-            with pytest.raises(PhaseTimeout, match=r"Timeouts\.total.*lock"):
+            with pytest.raises(UpdateFailed, match=r"not started.*Timeouts\.total.*lock") as caught:
                 await update
+            assert isinstance(caught.value.__cause__, PhaseTimeout)
+            assert caught.value.__cause__.field == "total"
+            assert caught.value.started is False
         assert len([s for s in await rig.seen("e0") if s.verb == "pause"]) == pauses
         assert await is_free(lock)
 

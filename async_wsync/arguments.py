@@ -1,0 +1,66 @@
+"""Checks of what a caller gives us, where it enters. All of them raise ValueError and name the argument."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+__all__ = ["MOST_SECONDS", "at_least", "flag", "names", "one_of", "seconds", "text"]
+
+#: A year. Beyond it clocks and timers overflow, each at a place of its own.
+MOST_SECONDS = 366 * 24 * 3600.0
+
+
+def seconds(what: str, value: Any, *, zero: bool = False, none: bool = False) -> None:
+    """A length of time: a finite number above 0 (``zero``: or 0; ``none``: or None) and of at most a year."""
+    if none and value is None:
+        return
+    bound = "at least 0" if zero else "above 0"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{what} must be a number of seconds, {bound}, got {value!r}")
+    if math.isinf(value) and value > 0:
+        raise ValueError(f"{what} must be finite, got {value!r}: every wait has a deadline, of a year at most")
+    if not (value >= 0 if zero else value > 0):
+        raise ValueError(f"{what} must be {bound} seconds, got {value!r}")
+    if value > MOST_SECONDS:
+        raise ValueError(f"{what} must be at most a year ({MOST_SECONDS:.0f} seconds), got {value!r}")
+
+
+def at_least(what: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{what} must be an int of at least {least}, got {value!r}")
+
+
+def one_of(what: str, value: Any, allowed: tuple[str, ...], *, none: bool = False) -> Any:
+    """``value``, which must be one of these words (``none``: or None)."""
+    if none and value is None:
+        return value
+    if not isinstance(value, str) or value not in allowed:
+        words = ", ".join([*map(repr, allowed), *(["None"] if none else [])])
+        raise ValueError(f"{what} must be one of {words}, got {value!r}")
+    return value
+
+
+def flag(what: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{what} must be True or False, got {value!r}")
+
+
+def text(what: str, value: Any, *, none: bool = False) -> None:
+    """A string that is not empty (``none``: or None)."""
+    if none and value is None:
+        return
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{what} must be a string that is not empty, got {value!r}")
+
+
+def names(what: str, value: Any) -> list[str]:
+    """Strings, in an iterable that is not itself a string."""
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        raise ValueError(f"{what} must be a list of strings, got {value!r}")
+    found = list(value)
+    for item in found:
+        if not isinstance(item, str):
+            raise ValueError(f"{what} must hold strings only, got {item!r}")
+    return found

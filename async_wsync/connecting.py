@@ -1,0 +1,65 @@
+"""Forming a broadcaster's groups before the first update asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from async_wsync.calls import EngineCalls
+from async_wsync.critical import Errand
+from async_wsync.errors import EngineFailed
+from async_wsync.fleet import Fleet
+from async_wsync.greeting import greet
+from async_wsync.links import Links
+from async_wsync.story import Settings
+from async_wsync.types import Call, EngineInfo, HeldLock
+
+__all__ = ["connect_all"]
+
+
+async def connect_all(
+    fleet: Fleet,
+    links: Links,
+    errand: Errand,
+    settings: Settings,
+    *,
+    choose_backend: Callable[..., str],
+    source: str,
+    keep: bool,
+) -> None:
+    """Greet every engine, then form the groups under the lock. ``keep``: leave standing what was formed if it fails."""
+    limits = settings.timeouts
+    greeted: dict[str, EngineInfo] = {}
+
+    async def greet_all() -> None:
+        greeted.update(await _greet(fleet, settings, source))
+
+    async def form(calls: EngineCalls, held: HeldLock) -> None:
+        # The deadline is ours, and knows who is missing; an adapter that gave up first would blame its engine.
+        call = Call(source=source, fence=held.fence, timeout=limits.connect + limits.drain)
+        formed = False
+        try:
+            await links.ensure(
+                [engine for engine in fleet.engines if engine.name in greeted],
+                backend=choose_backend(list(greeted.values())),
+                incarnation=lambda name: fleet.roster[name].incarnation,
+                calls=calls,
+                call=call,
+            )
+            formed = True
+        finally:
+            if not (formed or keep):
+                await links.drop(links.all, call)
+
+    await errand.run(form, before=greet_all)
+
+
+async def _greet(fleet: Fleet, settings: Settings, source: str) -> dict[str, EngineInfo]:
+    """The engines that answer. Raises the first `EngineFailed` if too few do."""
+    records = {name: fleet.roster[name] for name in fleet.names}
+    answers = await greet(fleet.engines, records, source=source, limit=settings.timeouts.connect, field="connect")
+    greeted = {name: answer for name, answer in answers.items() if isinstance(answer, EngineInfo)}
+    too_few = settings.on_engine_failure == "raise" or len(greeted) < settings.min_engines
+    for answer in answers.values():
+        if isinstance(answer, EngineFailed) and too_few:
+            raise answer
+    return greeted
