@@ -260,7 +260,12 @@ class WeightBroadcaster:
             story=story,
             progress=self._progress,
             # Hashed as it is sent: not every source can be read twice, nor by us alone.
-            pump=SourcePump(source, num_buffers=self._settings.num_buffers, digests=verify == "source"),
+            pump=SourcePump(
+                source,
+                num_buffers=self._settings.num_buffers,
+                digests=verify == "source",
+                find_device=self._backend != "gloo" and _cuda_here(),
+            ),
             source=self.name,
             choose_backend=self._pick_backend,
             verify=verify,

@@ -236,8 +236,9 @@ class WeightSource(Protocol):
 
     A source may reuse the memory of a tensor once the next one is asked for: each is copied before. It may have
     further attributes. ``stable_tensors``, True: no tensor's memory changes before the update is over, so that large
-    ones are sent from where they are, without a copy. ``device``: where the tensors are, a torch.device; without it,
-    on the CPU. ``collective``, True: other ranks take part in a walk, which is then always walked to its end.
+    ones are sent from where they are, without a copy. ``device``: where the tensors are, a torch.device; if None, a
+    method ``find_device()`` is asked; without either, on the CPU. ``collective``, True: other ranks take part in a
+    walk, which is then always walked to its end.
     """
 
     casts: bool

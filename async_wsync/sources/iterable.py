@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from async_wsync.errors import SourceError
-from async_wsync.sources.tensors import check_tensor, describe, gathered
+from async_wsync.sources.tensors import check_tensor, describe, gathered, let_go
 from async_wsync.types import Manifest
 
 __all__ = ["IterableSource"]
@@ -34,7 +34,7 @@ class IterableSource:
     ``stable_tensors``: the memory of a tensor does not change before the update is over, so that none need be copied.
     Taken for granted in a list, a tuple and the items of a dict. Any other iterable may yield one tensor after another
     in the same memory. ``collective``: making the tensors takes other ranks, so a walk is walked to its end also when
-    its update fails.
+    its update fails. ``device``: where the tensors are; without it the first tensor tells (see `find_device`).
     """
 
     casts = False
@@ -46,15 +46,17 @@ class IterableSource:
         manifest: Manifest | None = None,
         collective: bool = False,
         stable_tensors: bool = False,
+        device: torch.device | str | None = None,
     ) -> None:
         if not (isinstance(items, Iterable | AsyncIterable) or callable(items)):
             raise ValueError(f"items must be an iterable or a callable that returns one, got {type(items).__name__}")
         self._items: Items | Callable[[], Items] = items
         self._manifest = manifest
         self._used = False
+        self._begun: Iterator[Named] | None = None
         self.collective = collective
         self.stable_tensors = stable_tensors or type(items) in _STANDING
-        self.device: torch.device | None = None
+        self.device = None if device is None else _device(device)
 
     def __repr__(self) -> str:
         return f"<IterableSource over a {type(self._items).__name__}>"
@@ -76,10 +78,29 @@ class IterableSource:
         self.stable_tensors = True
 
     def tensors(self) -> Iterator[Named]:
+        begun, self._begun = self._begun, None
+        return self._gathered() if begun is None else begun
+
+    def _gathered(self) -> Iterator[Named]:
         for name, tensor in self._walk():
             check_tensor(name, tensor)
             yield name, gathered(tensor)
             del tensor  # or it would stay alive while the next one is made
+
+    def find_device(self) -> torch.device | None:
+        """Where the tensors are. If no walk has told yet, a walk is begun to look at the first tensor.
+
+        What can't be walked again (a one-shot iterator), or only with other ranks (``collective``), is not broken off:
+        the next `tensors` goes on with that walk, first tensor included. None if there is no tensor.
+        """
+        if self.device is None:
+            walk = self.tensors()
+            first = next(walk, None)
+            if self.collective or self._is_one_shot():
+                self._begun = iter(()) if first is None else _resumed(first, walk)
+            else:
+                let_go(walk)
+        return self.device
 
     def _is_one_shot(self) -> bool:
         items = self._items
@@ -107,6 +128,23 @@ class IterableSource:
                 del item, tensor
         finally:
             walk.close()
+
+
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device must be a torch.device or its name, got {device!r}") from error
+
+
+def _resumed(first: Named, rest: Iterator[Named]) -> Iterator[Named]:
+    """A walk of which the first item is in hand already."""
+    try:
+        yield first
+        del first  # or it would stay alive while the next one is made
+        yield from rest
+    finally:
+        let_go(rest)
 
 
 def _pair(item: Any) -> Named:

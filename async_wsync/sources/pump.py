@@ -18,7 +18,8 @@ from async_wsync.core.buckets import plan_buckets, torch_dtype
 from async_wsync.errors import SourceError, WeightSyncError
 from async_wsync.runtime.foreign import as_raised
 from async_wsync.runtime.threads import DaemonWorker, wait_done, wait_for
-from async_wsync.sources.stream import BucketStream, StagedBucket, let_go, wire_digest
+from async_wsync.sources.stream import BucketStream, StagedBucket, wire_digest
+from async_wsync.sources.tensors import let_go
 from async_wsync.types import BucketSpec, Manifest, WeightSource, WireFormat
 
 __all__ = ["BucketStream", "SourcePump", "StagedBucket"]
@@ -36,8 +37,9 @@ class SourcePump:
     """Reads one source in a daemon thread of its own and stages its buckets ahead, at most ``num_buffers`` alive.
 
     ``device``: where wire tensors must be; None is the source's own. ``digests``: also hash what is sent, so that
-    `digests` costs no second walk. Errors of the source come out as `SourceError`, a caller's mistakes in it
-    (`ValueError` while the manifest is made) as they are.
+    `digests` costs no second walk. ``find_device``: a source that does not know where its tensors are looks
+    at the first. Errors of the source come out as `SourceError`, a caller's mistakes in it (`ValueError` while the
+    manifest is made) as they are.
     """
 
     def __init__(
@@ -47,12 +49,14 @@ class SourcePump:
         device: torch.device | str | None = None,
         num_buffers: int = 2,
         digests: bool = False,
+        find_device: bool = False,
     ) -> None:
         if num_buffers < 1:
             raise ValueError(f"num_buffers must be at least 1, got {num_buffers!r}")
         self.source = source
         self._device = device
         self._num_buffers = num_buffers
+        self._find_device = find_device
         self._worker = DaemonWorker("async-wsync-source")
         self._manifest: Manifest | None = None
         self._source_device: torch.device | None = None
@@ -87,6 +91,8 @@ class SourcePump:
         if not isinstance(manifest, Manifest):
             raise SourceError(f"the source's manifest() returned {manifest!r:.200}, which is no Manifest")
         device = getattr(self.source, "device", None)
+        if device is None and self._find_device:
+            device = getattr(self.source, "find_device", lambda: None)()
         self._source_device = torch.device(device) if device is not None else None
         self._owes_a_walk = self._collective = bool(getattr(self.source, "collective", False))
         return _familiar(manifest)

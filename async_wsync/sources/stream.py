@@ -17,9 +17,10 @@ from async_wsync.errors import SourceError, WeightSyncError
 from async_wsync.runtime.cuda_streams import SideStream, queued_by_now
 from async_wsync.runtime.foreign import as_raised
 from async_wsync.runtime.threads import DaemonWorker
+from async_wsync.sources.tensors import let_go
 from async_wsync.types import BucketSpec, ParamMeta, WeightSource, WireFormat
 
-__all__ = ["BucketStream", "StagedBucket", "let_go", "wire_digest"]
+__all__ = ["BucketStream", "StagedBucket", "wire_digest"]
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -215,13 +216,6 @@ class _Walk:
         if tensor.dtype != torch_dtype(meta.dtype) and not self._source.casts:
             raise SourceError(f"{name!r} is {dtype_name(tensor.dtype)}, its manifest says {meta.dtype}", param=name)
         return tensor
-
-
-def let_go(tensors: object) -> None:
-    """Close them if they are a generator: it may hold files, or a model."""
-    close = getattr(tensors, "close", None)
-    if close is not None:
-        close()
 
 
 def wire_digest(meta: ParamMeta, tensor: torch.Tensor) -> str:

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from async_wsync.core.buckets import detached, param_meta
 from async_wsync.types import Manifest, ParamMeta
 
-__all__ = ["check_tensor", "describe", "gathered", "is_sharded", "wire_dtype"]
+__all__ = ["check_tensor", "describe", "gathered", "is_sharded", "let_go", "selected", "wire_dtype"]
 
 Named = tuple[str, torch.Tensor]
 
@@ -31,6 +31,13 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor:
         return plain
     full: torch.Tensor = plain.detach().full_tensor()  # type: ignore[attr-defined]
     return full
+
+
+def let_go(tensors: object) -> None:
+    """Close them if they are a generator: it may hold files, or a model."""
+    close = getattr(tensors, "close", None)
+    if close is not None:
+        close()
 
 
 def check_tensor(name: object, tensor: object) -> None:

@@ -334,6 +334,64 @@ async def test_a_source_that_fails_when_it_is_read_again_says_so() -> None:
     await pump.aclose()
 
 
+@pytest.mark.parametrize("collective", [False, True])
+@pytest.mark.parametrize("one_shot", [False, True])
+async def test_the_device_is_found_before_the_first_bucket_and_the_tensor_looked_at_is_sent(
+    one_shot: bool, collective: bool
+) -> None:
+    walks = 0
+
+    def make() -> Iterator[Named]:
+        nonlocal walks
+        walks += 1
+        yield from MODEL.items()
+
+    source = IterableSource(make() if one_shot else make, manifest=manifest_of(MODEL), collective=collective)
+    pump = SourcePump(source, find_device=True)
+    await pump.manifest()
+    assert (source.device, pump.device, walks) == (torch.device("cpu"), torch.device("cpu"), 1)
+    targets = {name: torch.zeros_like(t) for name, t in MODEL.items()}
+    await receive(pump, targets)
+    assert model_digests(targets) == model_digests(MODEL)
+    await pump.aclose()
+    assert walks == (1 if one_shot or collective else 2)
+
+
+async def test_a_generator_that_was_looked_at_in_an_update_that_failed_early_is_good_for_the_next() -> None:
+    source = IterableSource(iter(MODEL.items()), manifest=manifest_of(MODEL))
+    refused = SourcePump(source, find_device=True)
+    await refused.manifest()
+    await refused.aclose()
+    pump = SourcePump(source, find_device=True)
+    assert await take_all(pump.buckets(await plan(pump, 40), PACKED)) == [0, 1, 2]
+    await pump.aclose()
+
+
+async def test_a_collective_walk_begun_for_a_look_is_walked_to_its_end_when_the_update_fails_before_it() -> None:
+    walked: list[str] = []
+
+    def make() -> Iterator[Named]:
+        for name, tensor in MODEL.items():
+            walked.append(name)
+            yield name, tensor
+
+    pump = SourcePump(IterableSource(make, manifest=manifest_of(MODEL), collective=True), find_device=True)
+    await pump.manifest()
+    await pump.aclose()
+    assert walked == ["w0", "w1", "w2"]
+
+
+async def test_a_source_that_fails_when_its_device_is_looked_for_says_so() -> None:
+    def make() -> Iterator[Named]:
+        raise OSError("the disk is gone")
+        yield
+
+    pump = SourcePump(IterableSource(make, manifest=manifest_of(MODEL)), find_device=True)
+    with pytest.raises(SourceError, match="the disk is gone"):
+        await pump.manifest()
+    await pump.aclose()
+
+
 async def test_an_empty_source_gives_no_bucket() -> None:
     pump = SourcePump(StateDictSource({}))
     assert [staged async for staged in pump.buckets(await plan(pump), PACKED)] == []

@@ -276,6 +276,83 @@ def test_the_device_is_that_of_the_tensors() -> None:
     assert source.device == torch.device("cpu")
 
 
+MANIFEST = IterableSource(PAIRS).manifest()
+
+
+class Making:
+    """Counts its walks, the tensors it made, and the walks that were ended."""
+
+    def __init__(self) -> None:
+        self.walks = self.made = self.ended = 0
+
+    def __call__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.walks += 1
+        try:
+            for name, tensor in PAIRS:
+                self.made += 1
+                yield name, tensor
+        finally:
+            self.ended += 1
+
+
+def test_a_source_with_a_manifest_finds_its_device_at_the_first_tensor_and_sends_that_all_the_same() -> None:
+    making = Making()
+    source = IterableSource(making(), manifest=MANIFEST)
+    assert source.device is None
+    assert source.find_device() == source.find_device() == torch.device("cpu")
+    assert (making.made, making.ended) == (1, 0)
+    assert [name for name, _ in source.tensors()] == ["a", "b"]
+    assert (making.walks, making.made, making.ended) == (1, 2, 1)
+    with pytest.raises(SourceError, match="callable"):
+        next(source.tensors())
+
+
+def test_a_walk_that_can_be_had_again_is_closed_after_a_look_and_begun_anew() -> None:
+    making = Making()
+    source = IterableSource(making, manifest=MANIFEST)
+    assert source.find_device() == torch.device("cpu")
+    assert (making.walks, making.made, making.ended) == (1, 1, 1)
+    assert [name for name, _ in source.tensors()] == ["a", "b"]
+    assert (making.walks, making.ended) == (2, 2)
+
+
+def test_a_walk_that_other_ranks_take_part_in_goes_on_after_a_look() -> None:
+    making = Making()
+    source = IterableSource(making, manifest=MANIFEST, collective=True)
+    assert source.find_device() == torch.device("cpu")
+    assert [name for name, _ in source.tensors()] == ["a", "b"]
+    assert (making.walks, making.made) == (1, 2)
+    assert [name for name, _ in source.tensors()] == ["a", "b"]
+    assert making.walks == 2
+
+
+def test_a_walk_given_up_right_after_a_look_lets_go_of_the_generator() -> None:
+    making = Making()
+    source = IterableSource(making(), manifest=MANIFEST)
+    source.find_device()
+    walk = source.tensors()
+    next(walk)
+    walk.close()  # type: ignore[attr-defined]
+    assert (making.made, making.ended) == (1, 1)
+
+
+def test_a_device_that_was_given_is_believed_and_nothing_is_looked_at() -> None:
+    making = Making()
+    source = IterableSource(making(), manifest=MANIFEST, device="cuda:1")
+    assert source.find_device() == torch.device("cuda:1")
+    assert [name for name, _ in source.tensors()] == ["a", "b"]
+    assert source.device == torch.device("cuda:1")
+    assert making.walks == 1
+    with pytest.raises(ValueError, match="device must be"):
+        IterableSource(PAIRS, device="nowhere")
+
+
+def test_a_source_without_a_tensor_has_no_device() -> None:
+    source = IterableSource(iter(()), manifest=Manifest(params=()))
+    assert source.find_device() is None
+    assert list(source.tensors()) == []
+
+
 def test_taking_part_walks_the_whole_source() -> None:
     assert participate(IterableSource(PAIRS)) == 2
     assert not ModuleSource(Tied()).collective
