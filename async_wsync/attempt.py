@@ -207,7 +207,9 @@ class Attempt:
             await transfer.run(self._staged)
 
     async def _receive(self, engine: RolloutEngine, bucket: BucketSpec, link: Link) -> None:
-        await engine.receive(self.call(self.settings.timeouts.bucket), self._spec_over(link), bucket)
+        # Announced behind others, it may wait for those as long as our own limit lets each of them take.
+        limit = self.settings.timeouts.bucket * self.settings.num_buffers
+        await engine.receive(self.call(limit), self._spec_over(link), bucket)
 
     def _submitted(self, bucket: BucketSpec) -> None:
         for engine in self.engines:

@@ -234,8 +234,9 @@ def blame(first: BaseException, calls: EngineCalls, silent: Mapping[str, Sent]) 
     own = [s for s in calls.failures() if _is_own(s.failure)]
     own.sort(key=lambda s: not isinstance(s.failure, EngineDied | EngineReplaced))
     at_fault = {s.engine for s in own if not isinstance(s.failure, StaleFence)} | set(silent)
-    if isinstance(first, RendezvousError) and first.waiting_for:
-        return first, set(first.waiting_for)  # the others' joins failed for want of these
+    if isinstance(first, RendezvousError):
+        culprits = set(first.waiting_for) or at_fault  # the others' joins failed for want of these
+        return _with_names(first, culprits), culprits
     if isinstance(first, EngineTimeout):
         waiting = set(first.waiting_for) or set(silent)
         culprits = at_fault & waiting or at_fault or waiting
@@ -278,6 +279,16 @@ def _renamed(error: EngineTimeout, culprits: set[str]) -> EngineTimeout:
         f"The engine may be stopped or cut off; replace it, or raise Timeouts.{error.field} if it only needs longer.",
         **facts,
     )
+
+
+def _with_names(error: RendezvousError, culprits: set[str]) -> RendezvousError:
+    """Which member did not connect is not always seen in the group; an engine whose call never settled is."""
+    if error.waiting_for or not culprits:
+        return error
+    names = tuple(sorted(culprits))
+    named = RendezvousError(f"{error}; {', '.join(names)} held it up", **{**error.__dict__, "waiting_for": names})
+    named.__cause__ = error
+    return named
 
 
 def _is_collateral(error: BaseException | None) -> bool:

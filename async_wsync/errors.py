@@ -110,12 +110,17 @@ class Cancelled(WeightSyncError):
 
 
 class RendezvousError(WeightSyncError):
-    """The update group could not be formed. ``missing_ranks``, of the engines ``waiting_for``, never said hello."""
+    """The update group could not be formed.
+
+    ``missing_ranks``, of the engines ``waiting_for``, never said hello, or a wrong one.
+    ``is_collective``: a member gave up because the source or another member did not answer, or left.
+    """
 
     group: str = ""
     phase: str = ""
     missing_ranks: tuple[int, ...] = ()
     waiting_for: tuple[str, ...] = ()
+    is_collective: bool = False
 
 
 class BroadcastFailed(WeightSyncError):

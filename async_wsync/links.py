@@ -19,11 +19,12 @@ import torch
 from async_wsync.calls import EngineCalls, told
 from async_wsync.errors import EngineFailed, RendezvousError
 from async_wsync.runtime.cancellation import settle
+from async_wsync.runtime.master_address import plain_master_address
 from async_wsync.runtime.nccl import wire_device
 from async_wsync.runtime.object_refs import node_address
 from async_wsync.runtime.rendezvous import Rendezvous
 from async_wsync.runtime.update_group import UpdateGroup
-from async_wsync.types import Call, RolloutEngine, Timeouts, WireFormat
+from async_wsync.types import MEMBER_MARGIN, Call, RolloutEngine, Timeouts, WireFormat
 
 __all__ = ["Link", "Links", "Topology"]
 
@@ -66,11 +67,11 @@ class Links:
     ) -> None:
         self._is_lost = is_lost
         self._topology = topology
-        self._master_address = master_address
+        self._master_address = None if master_address is None else plain_master_address(master_address)
         self._timeouts = timeouts
-        # A bucket may wait on the wire behind those announced before it. Our own limit is the shorter one; this one
-        # is for members that we can no longer reach.
-        self._group_timeout = timeouts.bucket * num_buffers
+        # A bucket may wait on the wire behind those announced before it. Our own limit, and the drain after it, are
+        # the shorter ones; this one is for members that we can no longer reach.
+        self._group_timeout = timeouts.bucket * num_buffers + timeouts.drain + MEMBER_MARGIN
         self._links: list[Link] = []
         self._epoch = 0
 
@@ -152,7 +153,7 @@ class Links:
                 break
             except RendezvousError as error:
                 # A member that did not come within the whole limit would not come to another port either.
-                over = attempt + 1 == _ATTEMPTS or time.monotonic() > out_of_time
+                over = attempt + 1 == _ATTEMPTS or time.monotonic() > out_of_time or error.phase == "listen"
                 if over or calls.interrupt.reason is not None:
                     raise
                 logger.warning("update group not formed, trying again on another port: %s", error)

@@ -35,6 +35,11 @@ __all__ = [
 ]
 
 
+#: Seconds by which a member's limit lies above the source's for the same wait. Where both were of one length, healthy
+#: members that waited for a silent one gave up first, and were blamed.
+MEMBER_MARGIN = 5.0
+
+
 class EngineState(enum.StrEnum):
     """What an engine's weights are, as far as one broadcaster knows."""
 
@@ -132,7 +137,9 @@ class GroupSpec:
 
     ``epoch`` rises with every group that a source builds, and stands in ``name``: a group is never
     repaired, only replaced, and a stale source talks to a group that no longer exists.
-    ``timeout`` bounds every collective, ``connect_timeout`` the rendezvous, both in seconds.
+    ``timeout`` bounds every collective, ``connect_timeout`` the rendezvous, both in seconds. The source, which knows
+    who is missing, must come to its decision first: its own limit for a collective is below ``timeout``, and members
+    wait for each other until ``join_timeout``.
     """
 
     name: str
@@ -143,6 +150,11 @@ class GroupSpec:
     epoch: int
     timeout: float
     connect_timeout: float
+
+    @property
+    def join_timeout(self) -> float:
+        """Seconds that a member waits for the source and the others: clearly longer than ``connect_timeout``."""
+        return self.connect_timeout + MEMBER_MARGIN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,14 +30,23 @@ def done_future() -> Future[None]:
 
 
 class GroupSeat:
-    """One rank of one group. ``fence``: the highest of the calls that used it. ``device``: the model's, by default the
-    current one. What is received must lie on the seat's own ``device``: the CPU for gloo, for NCCL a CUDA device.
+    """One rank of one group. ``fence``: the highest of the calls that used it. ``num_ranks``: all of its engine's.
+    ``device``: the model's, by default the current one. What is received must lie on the seat's own ``device``: the CPU
+    for gloo, for NCCL a CUDA device.
 
     ValueError for NCCL where there is no CUDA.
     """
 
     def __init__(
-        self, spec: GroupSpec, rank: int, *, source: str, fence: int, member: str, device: torch.device | None = None
+        self,
+        spec: GroupSpec,
+        rank: int,
+        *,
+        source: str,
+        fence: int,
+        member: str,
+        num_ranks: int = 1,
+        device: torch.device | None = None,
     ) -> None:
         self.device = wire_device(spec.backend, device)
         self.spec = spec
@@ -45,6 +54,7 @@ class GroupSeat:
         self.source = source
         self.fence = fence
         self._name = member
+        self._num_ranks = num_ranks
         self._worker = DaemonWorker(f"wsync-receive-{spec.name}")
         self._lock = threading.RLock()  # a future's callbacks may run in the thread that adds them
         self._joining: Future[None] = Future()
@@ -69,12 +79,6 @@ class GroupSeat:
         """Whether a receive is under way or waits for its turn."""
         with self._lock:
             return self._running > 0 or bool(self._waiting)
-
-    @property
-    def deserted(self) -> bool:
-        """Whether its source is known to be gone."""
-        member = self._member
-        return member is not None and member.deserted
 
     @property
     def useless(self) -> bool:
@@ -110,7 +114,7 @@ class GroupSeat:
 
     def _join(self) -> None:
         self._check_not_aborted()
-        member = join_group(self.spec, self.rank, member=self._name, device=self.device)
+        member = join_group(self.spec, self.rank, member=self._name, num_ranks=self._num_ranks, device=self.device)
         with self._lock:
             self._member = member
             aborted = self._aborted

@@ -79,7 +79,7 @@ class VLLMReceiver:
         self._num_ranks = num_ranks
         self._changed = threading.Condition()
         self._ledger = WeightLedger()
-        self._seats = Seats(self._changed, rank=rank, name=name, device=loader.device)
+        self._seats = Seats(self._changed, rank=rank, num_ranks=num_ranks, name=name, device=loader.device)
         self._fence = 0
         self._landed: deque[tuple[str, Session, Part, BucketSpec, dict[str, torch.Tensor]]] = deque()
         self._outcomes = Outcomes(self._changed)
@@ -417,7 +417,7 @@ class VLLMReceiver:
 
     def _notice_desertion(self) -> None:
         """A source that died between two buckets leaves an open update that nobody will end."""
-        if any(seat.deserted for seat in self._session_seats()):
+        if any(seat.useless for seat in self._session_seats()):
             self._break_off()
 
     @property

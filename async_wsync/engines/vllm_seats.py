@@ -49,12 +49,15 @@ class Outcomes:
 
 
 class Seats:
-    """By group name. ``rank``: this worker's within its engine. ``device``: where its model is."""
+    """By group name. ``rank``: this worker's within its engine of ``num_ranks``. ``device``: where its model is."""
 
-    def __init__(self, changed: threading.Condition, *, rank: int, name: str, device: torch.device) -> None:
+    def __init__(
+        self, changed: threading.Condition, *, rank: int, num_ranks: int, name: str, device: torch.device
+    ) -> None:
         self._device = device
         self._changed = changed
         self._rank = rank
+        self._num_ranks = num_ranks
         self._member = f"{name} rank {rank}"
         self._seats: dict[str, GroupSeat] = {}
 
@@ -80,11 +83,19 @@ class Seats:
             seats = list(self._seats.values())
         if any(seat.spec.name == spec.name for seat in seats):
             raise EngineFailed(f"group {spec.name} was joined already")
-        over = [s for s in seats if s.deserted or (s.source == call.source and spec.backend == "nccl")]
+        over = [s for s in seats if s.useless or (s.source == call.source and spec.backend == "nccl")]
         idle = [s for s in seats if s not in over and not s.busy]
         for old in [*over, *idle[: max(0, len(seats) - _MAX_SEATS)]]:
             self.dismiss(old)
-        seat = GroupSeat(spec, rank, source=call.source, fence=call.fence, member=self._member, device=self._device)
+        seat = GroupSeat(
+            spec,
+            rank,
+            source=call.source,
+            fence=call.fence,
+            member=self._member,
+            num_ranks=self._num_ranks,
+            device=self._device,
+        )
         with self._changed:
             self._seats[spec.name] = seat
         return seat.join()

@@ -64,11 +64,6 @@ class GroupMember:
         return self._group.aborted
 
     @property
-    def deserted(self) -> bool:
-        """True where no connection of the group is left: the source has died, or left. NCCL cannot tell: False."""
-        return self._sockets.all_closed
-
-    @property
     def incomplete(self) -> bool:
         """True where a connection to any member is gone. Such a group is never repaired. NCCL cannot tell: False."""
         return self._sockets.sees and not self._sockets.all_open

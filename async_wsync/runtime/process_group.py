@@ -61,6 +61,7 @@ class ProcessGroup:
         self._peers: frozenset[sockets.Address] = frozenset()
         self._fds: frozenset[int] | None = None
         self._missing: frozenset[int] = frozenset()
+        self._awaits_others = False
         self._lock = threading.Lock()
         self._inside = 0
         self._left_behind: list[Any] = []
@@ -95,8 +96,13 @@ class ProcessGroup:
         """The announcing ranks that `build` has not heard of yet."""
         return self._missing
 
+    @property
+    def awaits_others(self) -> bool:
+        """True once `build` has done its own part: what fails from then on may be another member's doing."""
+        return self._awaits_others
+
     def build(self, *, announcing: Collection[int], eager: bool) -> None:
-        """Connect to all other members. Blocks, for as long as the store and ``spec.timeout`` allow.
+        """Connect to all other members. Blocks, until ``spec.join_timeout`` at the longest.
 
         ``announcing``: the ranks that tell their listening address as we do. ``eager``: every member connects now (NCCL
         alone would wait for the first collective). Raises RuntimeError (torch's, or when aborted meanwhile).
@@ -151,8 +157,8 @@ class ProcessGroup:
         options.rootRank = 0
         options.rootTensor = 0
         options.asyncOp = True
-        if timeout is not None and self.spec.backend == "gloo":
-            options.timeout = timedelta(seconds=timeout)
+        if self.spec.backend == "gloo":
+            options.timeout = timedelta(seconds=self.spec.timeout if timeout is None else timeout)
         return pg.broadcast([tensor], options)
 
     @property
@@ -253,6 +259,7 @@ class ProcessGroup:
         store = self._store
         if store is None:
             raise RuntimeError("the group was dropped")
+        self._awaits_others = True
         table = PrefixStore(f"async_wsync/{self.spec.name}/address", store)
         table.set(str(self.rank), f"{self._own[1]} {self._own[0]}" if self._own else "")
         heard: dict[int, sockets.Address] = {}
@@ -274,7 +281,9 @@ class ProcessGroup:
     def _build_gloo(self, announcing: Collection[int]) -> None:
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
-        options._timeout = timedelta(seconds=self.spec.timeout)
+        # Of connecting; each collective is given its own. A shorter one here would fail the group at all members at
+        # once, for want of one, before the source decides.
+        options._timeout = timedelta(seconds=max(self.spec.timeout, self.spec.join_timeout))
         options._threads = 4
         device, candidates = new_device(self.spec)
         options._devices = [device]

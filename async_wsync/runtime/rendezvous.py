@@ -23,6 +23,7 @@ import torch
 from async_wsync.errors import RendezvousError
 from async_wsync.runtime.group_member import GroupMember
 from async_wsync.runtime.group_source import UpdateGroup
+from async_wsync.runtime.master_address import plain_master_address
 from async_wsync.runtime.nccl import wire_device
 from async_wsync.runtime.process_group import ProcessGroup
 from async_wsync.runtime.store import (
@@ -83,13 +84,15 @@ class Rendezvous:
         """Listen at ``address``, on a free port or on ``port``; where that one is taken, on a free one after all.
 
         ``timeout`` bounds every later collective, ``connect_timeout`` the rendezvous, in seconds. Raises
-        `RendezvousError` (phase "listen").
+        `RendezvousError` (phase "listen"), at once where nobody could reach us at ``address``, and ValueError for what
+        is no address at all.
         """
         if backend not in ("gloo", "nccl"):
             raise ValueError(f"backend {backend!r} is neither 'gloo' nor 'nccl'")
         if world_size < 2:
             raise ValueError(f"an update group needs at least 2 ranks, got {world_size}")
         wire_device(backend)  # ValueError for NCCL without CUDA, before anybody is asked to join
+        address = plain_master_address(address)
         worker = DaemonWorker(f"group {name}")
         opened = False
         try:
@@ -197,9 +200,12 @@ class Rendezvous:
         wrong = [
             f"{key} {said.get(key)!r} instead of {value!r}" for key, value in expected.items() if said.get(key) != value
         ]
+        ranks, given = said.get("num_ranks"), list(members.values()).count(members[rank])
+        if ranks is not None and ranks != given:
+            wrong.append(f"{ranks} ranks of its engine, and num_ranks={given} was given")
         if wrong:
             who = f"rank {rank} ({members[rank]}, {said.get('member')!r} at {said.get('host')}, pid {said.get('pid')})"
-            raise self._error("hello", f"{who} came with {', '.join(wrong)}")
+            raise self._error("hello", f"{who} came with {', '.join(wrong)}", [rank])
 
     def _connect(
         self, greeting: Collection[int], members: Mapping[int, str], deadline: float, device: torch.device
@@ -216,7 +222,7 @@ class Rendezvous:
                 store.set(_key(self.spec, "go", rank), json.dumps({"announcing": announcing, "eager": eager}))
             _build_bounded(group, announcing, eager, deadline)
         except Exception as error:
-            missing = group.missing or set(members) - set(greeting)
+            missing = (group.missing or set(members) - set(greeting)) if group.awaits_others else set()
             store = None
             _forget_locals(error)
             if isinstance(error, TimeoutError):
@@ -232,44 +238,54 @@ class Rendezvous:
         return rendezvous_error(self.spec.name, phase, message, missing)
 
 
-def join_group(spec: GroupSpec, rank: int, *, member: str, device: torch.device | None = None) -> GroupMember:
-    """Join as ``rank``; ``member`` is the name by which the source's errors call us. ``device``: the CUDA device to
-    receive on, by default this thread's (NCCL only).
+def join_group(
+    spec: GroupSpec, rank: int, *, member: str, num_ranks: int | None = None, device: torch.device | None = None
+) -> GroupMember:
+    """Join as ``rank``; ``member`` is the name by which the source's errors call us. ``num_ranks``: how many ranks our
+    engine takes, for the source to compare. ``device``: the CUDA device to receive on, by default this thread's (NCCL
+    only).
 
-    Blocks, at most ``spec.connect_timeout`` seconds whatever listens at the other end, so call it in a thread.
-    Raises `RendezvousError` with the ``phase`` it got to, and ValueError for a rank outside the group, or NCCL
-    without CUDA.
+    Blocks, at most ``spec.connect_timeout`` seconds to reach the source, whatever listens there, and
+    ``spec.join_timeout`` in all, so call it in a thread. Raises `RendezvousError` with the ``phase`` it got to
+    (``is_collective`` where it only waited for the source or another member), and ValueError for a rank outside the
+    group, or NCCL without CUDA.
     """
     if not 0 < rank < spec.world_size:
         raise ValueError(f"rank {rank} is not one of group {spec.name}'s members 1 to {spec.world_size - 1}")
     device = wire_device(spec.backend, device)
-    deadline = time.monotonic() + spec.connect_timeout
+    started = time.monotonic()
+    deadline = started + spec.join_timeout
     where = f"{spec.master_address}:{spec.master_port}"
-    store = enter_store(spec, deadline)
+    store = enter_store(spec, started + spec.connect_timeout)
     try:
-        go = _greet(spec, rank, member, store, deadline)
+        go = _greet(spec, rank, member, num_ranks, store, deadline)
     except RuntimeError as error:
         raise rendezvous_error(
-            spec.name, "hello", f"the source at {where} gave {member} no answer: {first_line(error)}"
+            spec.name,
+            "hello",
+            f"the source at {where} gave {member} no answer: {first_line(error)}",
+            is_collective=True,
         ) from error
     if "refused" in go:
-        raise rendezvous_error(spec.name, "hello", f"the source at {where} refused {member}: {go['refused']}")
+        told = f"the source at {where} refused {member}: {go['refused']}"
+        raise rendezvous_error(spec.name, "hello", told, is_collective=True)
     group = ProcessGroup(spec, rank, store, device=device)
     try:
         _build_bounded(group, go["announcing"], go["eager"], deadline)
     except Exception as error:
-        missing = group.missing
+        missing, waited = group.missing, group.awaits_others
         group.abort()
         group.drop()
         del store
         _forget_locals(error)
-        raise rendezvous_error(
-            spec.name, "connect", f"{member} could not connect with all: {first_line(error)}", missing
-        ) from error
+        told = f"{member} could not connect with all: {first_line(error)}"
+        raise rendezvous_error(spec.name, "connect", told, missing, is_collective=waited) from error
     return GroupMember(group)
 
 
-def _greet(spec: GroupSpec, rank: int, member: str, store: TCPStore, deadline: float) -> dict[str, Any]:
+def _greet(
+    spec: GroupSpec, rank: int, member: str, num_ranks: int | None, store: TCPStore, deadline: float
+) -> dict[str, Any]:
     """Say hello and wait for the source's answer."""
     if store.add(_key(spec, "seats", rank), 1) > 1:
         raise rendezvous_error(spec.name, "hello", f"rank {rank} is taken; {member} came second", [])
@@ -278,6 +294,7 @@ def _greet(spec: GroupSpec, rank: int, member: str, store: TCPStore, deadline: f
         "group": spec.name,
         "world_size": spec.world_size,
         "member": member,
+        "num_ranks": num_ranks,
         "host": socket.gethostname(),
         "pid": os.getpid(),
     }

@@ -16,6 +16,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from async_wsync.errors import RendezvousError
 from async_wsync.runtime import sockets
+from async_wsync.runtime.master_address import check_master_address
 from async_wsync.runtime.threads import pause, run_bounded
 from async_wsync.types import GroupSpec
 
@@ -39,6 +40,12 @@ REFUSED_GRACE = 1.0
 
 def open_store(address: str, port: int, name: str, connect_timeout: float) -> TCPStore:
     """Listen as group ``name``'s store; where ``port`` is taken, on a free one. Raises `RendezvousError` ("listen")."""
+    try:
+        check_master_address(address, limit=connect_timeout)
+    except OSError as error:
+        raise rendezvous_error(
+            name, "listen", f"members cannot connect to master_address {address!r}: {error}"
+        ) from error
     for candidate in (port, 0) if port else (0,):
         try:
             return run_bounded(
@@ -88,10 +95,12 @@ def _knock(spec: GroupSpec, deadline: float) -> None:
 
 def _enter(spec: GroupSpec, deadline: float) -> TCPStore:
     left = max(0.1, deadline - time.monotonic())
-    hosts = sockets.resolve(spec.master_address)
+    ends = _ends(spec)
+    before = sockets.find_connections(lambda _, peer: peer in ends)  # this process's own business with whoever it is
 
     def give_way() -> None:
-        sockets.break_connections(lambda _, peer: peer[1] == spec.master_port and peer[0] in hosts)
+        new = sockets.find_connections(lambda _, peer: peer in ends) - before
+        sockets.break_connections(lambda _, peer: peer in ends, among=new)
 
     try:
         return run_bounded(
@@ -120,13 +129,18 @@ def shut_store(spec: GroupSpec) -> None:
 
     torch has no way to close a store; one lives as long as anything, a traceback even, refers to it.
     """
-    hosts = sockets.resolve(spec.master_address)
-    sockets.break_connections(
-        lambda local, peer: spec.master_port in (local[1], peer[1]) and bool(hosts & {local[0], peer[0]})
-    )
+    ends = _ends(spec)
+    sockets.break_connections(lambda local, peer: local in ends or peer in ends)
 
 
-def rendezvous_error(name: str, phase: str, message: str, missing: Collection[int] = ()) -> RendezvousError:
+def _ends(spec: GroupSpec) -> frozenset[sockets.Address]:
+    """The store's end of a connection, by each of its host's addresses."""
+    return frozenset((host, spec.master_port) for host in sockets.resolve(spec.master_address))
+
+
+def rendezvous_error(
+    name: str, phase: str, message: str, missing: Collection[int] = (), *, is_collective: bool = False
+) -> RendezvousError:
     interfaces = ", ".join(
         f"{variable}={os.environ.get(variable, '(unset)')}" for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     )
@@ -135,6 +149,7 @@ def rendezvous_error(name: str, phase: str, message: str, missing: Collection[in
         group=name,
         phase=phase,
         missing_ranks=tuple(sorted(missing)),
+        is_collective=is_collective,
     )
 
 

@@ -17,6 +17,8 @@ import torch
 
 from async_wsync.engines.seat import GroupSeat
 from async_wsync.errors import EngineFailed, RendezvousError
+from async_wsync.runtime import master_address
+from async_wsync.runtime.store import shut_store
 from async_wsync.runtime.update_group import Rendezvous, join_group
 from async_wsync.types import GroupSpec
 from tests.gloo.peers import Fleet, Peer, connect, disconnect
@@ -132,6 +134,31 @@ def test_a_foreign_listener_that_answers_is_bounded_too(hangs_up: bool) -> None:
     assert raised.value.phase == "reach"
 
 
+def test_a_stranger_that_shares_the_stores_port_at_one_end_and_its_host_at_the_other_keeps_its_connection() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as theirs, socket.create_server(("127.0.0.2", 0)) as probe:
+        port = probe.getsockname()[1]
+        probe.close()
+        stranger = socket.create_connection(theirs.getsockname(), source_address=("127.0.0.2", port))
+        their_end, _ = theirs.accept()
+        with stranger, their_end:
+            shut_store(spec_at(port))  # 127.0.0.1 at that port
+            stranger.sendall(b"still")
+            assert their_end.recv(10) == b"still"
+            shut_store(spec_at(theirs.getsockname()[1]))
+            assert stranger.recv(10) == b"", "a connection that does end there is broken"
+
+
+def test_giving_up_on_a_foreign_listener_leaves_our_own_connections_to_it_alone() -> None:
+    with foreign_listener() as (port, heard), socket.create_connection(("127.0.0.1", port)) as own:
+        with pytest.raises(RendezvousError, match="did not answer as a torch store"):
+            join_group(spec_at(port, connect_timeout=0.5), 1, member="engine-1")
+        own.sendall(b"still")
+        limit = time.monotonic() + SOON
+        while b"still" not in heard:
+            assert time.monotonic() < limit
+            time.sleep(0.01)
+
+
 def test_a_source_that_is_gone_is_told_long_before_the_limit() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
@@ -158,17 +185,49 @@ async def test_a_group_that_was_slow_to_form_says_what_may_have_held_it_up(
     assert "name server" in caplog.text
 
 
-async def test_a_source_cannot_listen_at_a_foreign_address() -> None:
-    with pytest.raises(RendezvousError) as raised:
-        await opened(2, address="no-such-host.invalid", connect_timeout=1.0)
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("no-such-host.invalid", "cannot be resolved"),
+        ("203.0.113.7", "no interface of this machine"),
+        ("2001:db8::7", "no interface of this machine"),
+    ],
+)
+async def test_an_address_that_leads_elsewhere_is_refused_at_once(
+    address: str, reason: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    started = time.monotonic()
+    with pytest.raises(RendezvousError, match=reason) as raised:
+        await opened(2, address=address, connect_timeout=60.0)
+    assert time.monotonic() - started < 1.0 + SOON
     assert raised.value.phase == "listen"
+    assert address in str(raised.value)
+    await asyncio.sleep(0.1)
+    assert "frame #" not in capfd.readouterr().err, "torch was not even asked"
 
 
-async def test_ipv6_works(fleet: Fleet) -> None:
+@pytest.mark.parametrize(
+    "address",
+    ["fe80::1%lo", "127.0.0.1:29500", "[::1]:29500", "tcp://127.0.0.1", "[127.0.0.1", "127.0.0.300", "", "::"],
+)
+async def test_what_is_no_address_for_engines_is_the_callers_mistake(address: str) -> None:
+    with pytest.raises(ValueError, match="master_address"):
+        await opened(2, address=address)
+
+
+def test_an_address_outside_that_leads_back_here_will_do() -> None:
+    """As behind an address translation, which no interface of the machine knows of."""
+    assert master_address._loop_back(["127.0.0.1"], time.monotonic() + SOON) is None
+    assert master_address._loop_back(["203.0.113.7"], time.monotonic() + SOON) is not None
+
+
+@pytest.mark.parametrize("address", ["::1", "[::1]"])
+async def test_ipv6_works(fleet: Fleet, address: str) -> None:
     if not socket.has_ipv6:
         pytest.skip("no IPv6 here")
     peers = fleet.peers(2)
-    group = await connect(peers, address="::1")
+    group = await connect(peers, address=address)
+    assert group.spec.master_address == "::1"
     assert group._group.connections() == 2
     answers = [peer.start("receive", group.spec.name, [100_000]) for peer in peers]
     await group.broadcast([torch.ones(100_000, dtype=torch.uint8)])
@@ -243,8 +302,9 @@ async def test_a_member_killed_on_its_way_is_bounded(fleet: Fleet) -> None:
         ({"world_size": 5}, "world_size 5 instead of 2"),
         ({"group": "another"}, "group 'another' instead of"),
         ({"protocol": 99}, "protocol 99 instead of 1"),
+        ({"num_ranks": 2}, "2 ranks of its engine, and num_ranks=1 was given"),
     ],
-    ids=["world-size", "name", "protocol"],
+    ids=["world-size", "name", "protocol", "num-ranks"],
 )
 async def test_a_member_of_another_mind_is_refused(fleet: Fleet, lie: dict[str, Any], told: str) -> None:
     (peer,) = fleet.peers(1)
@@ -253,6 +313,7 @@ async def test_a_member_of_another_mind_is_refused(fleet: Fleet, lie: dict[str, 
     with pytest.raises(RendezvousError, match=told) as raised:
         await complete(rendezvous, [peer])
     assert raised.value.phase == "hello"
+    assert raised.value.missing_ranks == (1,)
     assert "liar" in str(raised.value)
 
 

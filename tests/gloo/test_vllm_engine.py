@@ -17,11 +17,12 @@ from async_wsync.core.buckets import plan_buckets
 from async_wsync.engines.vllm import VLLMEngine
 from async_wsync.engines.vllm_control import unseen_replica
 from async_wsync.engines.vllm_wire import UNSEEN_REPLICA, Findings, Reply, decode_update, encode_update
-from async_wsync.errors import EngineDied, EngineFailed, EngineRejected, StaleFence
+from async_wsync.errors import EngineDied, EngineFailed, EngineRejected, RendezvousError, StaleFence
 from async_wsync.runtime.object_refs import RemoteRaised
 from async_wsync.runtime.update_group import Rendezvous
 from async_wsync.sources import StateDictSource
-from async_wsync.types import Call, EngineState, PauseMode, Timeouts, UpdateSpec
+from async_wsync.types import Call, EngineInfo, EngineState, PauseMode, Timeouts, UpdateSpec
+from tests.gloo.peers import Peer
 from tests.gloo.vllm_double import Engine
 
 BUCKET_BYTES = 4096
@@ -42,6 +43,22 @@ def engine() -> Iterator[Engine]:
 
 def adapter(engine: Engine, name: str = "vllm") -> VLLMEngine:
     return VLLMEngine(engine, name=name, num_ranks=len(engine.receivers))
+
+
+class Unasked:
+    """An adapter that greets its engine without comparing the number of ranks."""
+
+    def __init__(self, inner: VLLMEngine) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    async def hello(self, by: Call) -> EngineInfo:
+        ranks, self._inner.num_ranks = self._inner.num_ranks, len(self._inner._control.receivers)  # type: ignore[attr-defined]
+        info = await self._inner.hello(by)
+        self._inner.num_ranks = ranks
+        return info
 
 
 def broadcaster(*engines: VLLMEngine, **options: Any) -> WeightBroadcaster:
@@ -177,6 +194,33 @@ async def test_a_session_that_another_source_left_open_is_closed_before_the_next
     await group.aclose(5.0)
 
 
+async def test_what_a_source_that_died_left_at_two_ranks_goes_with_the_next_one(engine: Engine) -> None:
+    """The ranks stay connected with each other, so that one lost member must do."""
+    vllm, source, by = adapter(engine), Peer("source"), call()
+    options = {"address": "127.0.0.1", "timeout": 60.0, "connect_timeout": 30.0, "name": f"test-{uuid.uuid4().hex[:8]}"}
+    spec = await source.ask("open_group", backend="gloo", epoch=1, world_size=3, **options)
+    joining = asyncio.create_task(vllm.join(by, spec, rank_offset=1))
+    await source.ask("complete_group", {1: "vllm", 2: "vllm"})
+    await joining
+    update = update_of(tensors(1.0), group=spec.name)
+    await vllm.check(by, update)
+    await vllm.pause(by, PauseMode.ABORT)
+    await vllm.begin(by, update)
+    seats = [receiver._seats.get(spec.name) for receiver in engine.receivers]
+    assert [receiver.state for receiver in engine.receivers] == [EngineState.UPDATING] * 2
+    source.kill()
+    source.end()
+    limit = time.monotonic() + 10.0
+    while not all(seat is not None and seat.useless for seat in seats):
+        assert time.monotonic() < limit, "nobody noticed"
+        await asyncio.sleep(0.01)
+    await vllm.hello(call(source="next"))
+    assert [receiver.state for receiver in engine.receivers] == [EngineState.STALE] * 2
+    group = await joined(vllm, call(source="next"))
+    assert [receiver._seats.get(spec.name) for receiver in engine.receivers] == [None, None]
+    await group.aclose(5.0)
+
+
 async def test_a_lower_fence_is_refused_by_every_verb_that_changes_something(engine: Engine) -> None:
     one, update = adapter(engine), update_of(tensors(1.0))
     await one.check(call(), update)
@@ -219,6 +263,37 @@ async def test_an_engine_that_dies_without_an_answer_is_found_out(engine: Engine
     with pytest.raises(EngineDied, match="vllm"):
         await asking
     assert time.monotonic() - began < 3.0
+
+
+@pytest.mark.parametrize("address", ["no-such-host.invalid", "203.0.113.7"])
+async def test_an_address_that_no_engine_can_connect_to_fails_the_update_at_once(engine: Engine, address: str) -> None:
+    started = time.monotonic()
+    wb = broadcaster(adapter(engine), master_address=address)
+    with pytest.raises(UpdateFailed, match=address) as raised:
+        await wb.update_weights(StateDictSource(tensors(1.0)), version=1)
+    assert time.monotonic() - started < 1.0 + 2.0
+    assert isinstance(raised.value.__cause__, RendezvousError)
+    assert raised.value.at_fault == ()
+    assert {o.state for o in raised.value.outcomes.values()} == {EngineState.STALE}
+    await wb.aclose()
+
+
+def test_an_address_that_is_none_is_the_callers_mistake(engine: Engine) -> None:
+    with pytest.raises(ValueError, match="has a zone"):
+        broadcaster(adapter(engine), master_address="fe80::1%lo")
+
+
+async def test_a_wrong_number_of_ranks_is_named_by_the_ranks_that_come(engine: Engine) -> None:
+    """Where the adapter does not ask first, as ours does."""
+    one = adapter(engine)
+    one.num_ranks = 3
+    wb = broadcaster(Unasked(one))  # type: ignore[arg-type]
+    started = time.monotonic()
+    with pytest.raises(UpdateFailed, match="2 ranks of its engine, and num_ranks=3 was given") as raised:
+        await wb.update_weights(StateDictSource(tensors(1.0)), version=1)
+    assert time.monotonic() - started < LIMITS.connect / 2
+    assert raised.value.at_fault == ("vllm",)
+    await wb.aclose()
 
 
 async def test_a_wrong_number_of_ranks_is_said(engine: Engine) -> None:
