@@ -11,7 +11,7 @@ import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -181,8 +181,10 @@ class Links:
             connect_timeout=limit,
         )
         joins, ranks, offset = [], {}, 1
+        # One that waits for another's join is freed by our farewell. Its adapter must not give it up before that.
+        patient = replace(call, timeout=call.timeout + self._timeouts.close + MEMBER_MARGIN)
         for engine in members:
-            joins.append(calls.start(engine, "connect", engine.join(call, rendezvous.spec, rank_offset=offset)))
+            joins.append(calls.start(engine, "connect", engine.join(patient, rendezvous.spec, rank_offset=offset)))
             ranks.update({offset + i: engine.name for i in range(engine.num_ranks)})
             offset += engine.num_ranks
         greets = members[0].wire_format is WireFormat.PACKED  # a foreign engine knows nothing of our greeting
