@@ -4,17 +4,36 @@ from __future__ import annotations
 
 import signal
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from async_wsync import EngineState, Timeouts, UpdateFailed, WeightBroadcaster
 from async_wsync.testing import Fault
 from tests.ray.fleet import LIMITS, NAMES, NUM_BUCKETS, Rig, a_source
-from tests.sweeps import Figures
 
 #: The phases of an update, by the verb that an engine is asked in it.
 PHASES = ("join", "check", "pause", "flush", "begin", "receive", "end", "publish", "resume")
+
+
+@dataclass
+class Freezes:
+    """What a sweep found."""
+
+    COLUMNS: ClassVar[str] = "| frozen in | runs | hit | wrong | slowest |"
+
+    what: str
+    runs: int = 0
+    fired: int = 0
+    slowest: float = 0.0
+    wrong: list[str] = field(default_factory=list)
+
+    def check(self, right: bool, what: str) -> None:
+        if not right:
+            self.wrong.append(what)
+
+    def row(self) -> str:
+        return f"| {self.what} | {self.runs} | {self.fired} | {len(self.wrong)} | {self.slowest:.2f} s |"
 
 
 def limits_of(phase: str, seconds: float) -> Timeouts:
@@ -27,9 +46,9 @@ def limits_of(phase: str, seconds: float) -> Timeouts:
 
 async def freeze_sweep(
     rig: Rig, phase: str, *, seconds: float, times: int, dropping: bool = False, first: int = 0, **options: Any
-) -> Figures:
+) -> Freezes:
     """Freeze one engine in ``phase`` and look who is at fault; ``dropping``: the others must get the version."""
-    figures = Figures(f"SIGSTOP in {phase}, limits {seconds:g} s{', drop' if dropping else ''}")
+    figures = Freezes(f"{phase}, limits {seconds:g} s{', drop' if dropping else ''}")
     for turn in range(first, first + times):
         victim = NAMES[turn % len(NAMES)]
         await rig.ready()
@@ -69,7 +88,7 @@ def _fault(phase: str, turn: int) -> Fault:
     return Fault(do="stop", at=phase, bucket=bucket, seconds=seconds)
 
 
-def _check_states(broadcaster: WeightBroadcaster, victim: str, figures: Figures, where: str, dropping: bool) -> None:
+def _check_states(broadcaster: WeightBroadcaster, victim: str, figures: Freezes, where: str, dropping: bool) -> None:
     states = broadcaster.engine_states
     figures.check(states[victim] is EngineState.LOST, f"{where}: {victim} is {states[victim]}")
     others = {states[name] for name in NAMES if name != victim}

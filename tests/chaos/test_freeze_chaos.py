@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.chaos.conftest import Report
 from tests.chaos.test_update_chaos import STRIDE
+from tests.conftest import Report
 from tests.freezes import PHASES, freeze_sweep
 from tests.ray.fleet import Rig
 

@@ -13,6 +13,5 @@ from tests.ray.fleet import Rig
 )
 async def test_a_frozen_engine_is_named_and_nobody_else(rig: Rig, phase: str, dropping: bool) -> None:
     figures = await freeze_sweep(rig, phase, seconds=1.0, times=1, dropping=dropping)
-    print(f"\n{figures.line()}")
     assert not figures.wrong
     assert figures.fired == 1
