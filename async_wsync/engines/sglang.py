@@ -20,7 +20,7 @@ from async_wsync.engines import sglang_wire as wire
 from async_wsync.engines.checkpoint_index import read_index
 from async_wsync.engines.http import JsonServer
 from async_wsync.engines.sglang_lora import LoRALoader
-from async_wsync.engines.sglang_names import Findings, against_index, by_probing, rejection
+from async_wsync.engines.sglang_names import Findings, against_index, by_probing
 from async_wsync.engines.sglang_wire import Selector
 from async_wsync.errors import EngineBusy, EngineFailed, EngineRejected
 from async_wsync.runtime.threads import DaemonWorker
@@ -139,7 +139,7 @@ class SGLangServer(LoRALoader):
         if key not in self._checked:
             found = await self._look(call, update, path)
             if found.bad:
-                raise rejection(found, engine=self._name)
+                raise found.rejection(engine=self._name)
             self._checked = {key: tuple(found.notes)}
         return self._checked[key]
 

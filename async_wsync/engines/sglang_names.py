@@ -7,16 +7,17 @@ started from, where this process can read it, and asking for one row of each ten
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 from async_wsync.engines.checkpoint_index import CheckpointIndex
+from async_wsync.engines.rejection import rejection
 from async_wsync.engines.sglang_wire import shape_of
 from async_wsync.errors import EngineRejected
 from async_wsync.types import Manifest, ParamMeta, UpdateSpec
 
-__all__ = ["Findings", "against_index", "by_probing", "rejection"]
+__all__ = ["Findings", "against_index", "by_probing"]
 
 #: So many tensors are probed, one call each. More would take longer than they are worth.
 MAX_PROBES = 256
@@ -33,15 +34,25 @@ class Findings:
     missing: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    known: Collection[str] = ()  # all names that the engine has, if they can be had
 
     @property
     def bad(self) -> bool:
         return bool(self.unknown or self.missing or self.mismatched)
 
+    def rejection(self, *, engine: str) -> EngineRejected:
+        return rejection(
+            unknown=self.unknown,
+            missing=self.missing,
+            mismatched=self.mismatched,
+            known=self.known,
+            engine=engine,
+        )
+
 
 def against_index(update: UpdateSpec, index: CheckpointIndex) -> Findings:
     """Compare with the checkpoint that the engine was started from."""
-    found = Findings()
+    found = Findings(known=index.shapes.keys())
     manifest = update.manifest
     for meta in manifest.params:
         known = index.shapes.get(meta.name)
@@ -96,30 +107,3 @@ def _spread(params: tuple[ParamMeta, ...], limit: int) -> list[ParamMeta]:
 def _fits(sent: tuple[int, ...], seen: tuple[int, ...]) -> bool:
     """``seen`` is cut to one row, so only the rest of the shape can be compared."""
     return len(sent) == len(seen) and sent[1:] == seen[1:]
-
-
-def rejection(found: Findings, *, engine: str) -> EngineRejected:
-    """The error that lists the first few of each kind; all are in its attributes."""
-    parts = []
-    kinds = (
-        ("it does not know", found.unknown),
-        ("of another shape", found.mismatched),
-        ("left out", found.missing),
-    )
-    for words, names in kinds:
-        if names:
-            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            parts.append(f"{len(names)} {words}: {shown}")
-    advice = ""
-    if found.unknown or found.missing:
-        advice = (
-            "; give the source a rename= hook, tied='each' where the engine does not tie, or strict=False for a part"
-        )
-    return EngineRejected(
-        f"{engine}: the update does not fit the model it serves: {'; '.join(parts)}{advice}",
-        engine=engine,
-        phase="check",
-        unknown=tuple(found.unknown),
-        missing=tuple(found.missing),
-        mismatched=tuple(found.mismatched),
-    )

@@ -16,7 +16,7 @@ from async_wsync.engines import sglang_wire as wire
 from async_wsync.engines.checkpoint_index import read_index
 from async_wsync.engines.http import FIELDS
 from async_wsync.engines.replies import failure_in, looks_collective, short
-from async_wsync.engines.sglang_names import against_index, rejection
+from async_wsync.engines.sglang_names import against_index
 from async_wsync.engines.sglang_wire import Selector
 from async_wsync.errors import EngineBusy, EngineDied, EngineFailed, EngineRejected, EngineTimeout
 from async_wsync.runtime.object_refs import RemoteDied, RemoteRaised, await_ref, submit
@@ -105,7 +105,7 @@ class SGLangActor:
             return (f"names and shapes were not checked: no safetensors checkpoint at {self._checkpoint}",)
         found = against_index(update, index)
         if found.bad:
-            raise rejection(found, engine=self._name)
+            raise found.rejection(engine=self._name)
         return tuple(found.notes)
 
     # ------------------------------------------------------------------------- the group

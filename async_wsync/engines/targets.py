@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from async_wsync.core.buckets import Landing, detached, dtype_name, lay_out
-from async_wsync.errors import EngineRejected
+from async_wsync.core.module_names import module_state
+from async_wsync.engines.rejection import rejection
 from async_wsync.types import BucketSpec, Manifest, ParamMeta, WireFormat
 
 __all__ = ["BucketLanding", "Model", "check_manifest", "model_device", "named_targets"]
@@ -17,15 +18,13 @@ __all__ = ["BucketLanding", "Model", "check_manifest", "model_device", "named_ta
 Model = nn.Module | Mapping[str, torch.Tensor] | Callable[[], Mapping[str, torch.Tensor]]
 """A module, its tensors by name, or a function that returns them."""
 
-_SHOWN = 5
-
 
 def named_targets(model: Model) -> dict[str, torch.Tensor]:
-    """The engine's tensors by name, tied ones under each of their names. Looked up anew for each update, so that a
+    """The engine's tensors by name, tied ones under each of their names; a wrapped module's (compiled, say) under the
+    plain model's. Looked up anew for each update, so that a
     model may be moved or have its parameters replaced in between."""
     if isinstance(model, nn.Module):
-        # keep_vars: the live tensors. Extra state need not be tensors.
-        named: Mapping[str, object] = model.state_dict(keep_vars=True)
+        named: Mapping[str, object] = module_state(model)
     else:
         named = model() if callable(model) else model
     return {name: detached(tensor) for name, tensor in named.items() if isinstance(tensor, torch.Tensor)}
@@ -59,7 +58,7 @@ def check_manifest(manifest: Manifest, targets: Mapping[str, torch.Tensor], *, s
             mismatched.append(f"{name}: {why}")
     missing = _missing(set(sent), targets)
     if unknown or mismatched or (strict and missing):
-        raise _rejection(unknown, missing if strict else [], mismatched)
+        raise rejection(unknown=unknown, missing=missing if strict else [], mismatched=mismatched, known=targets.keys())
     return (f"{len(missing)} tensors keep their old values",) if missing else ()
 
 
@@ -80,21 +79,6 @@ def _missing(sent: set[str], targets: Mapping[str, torch.Tensor]) -> list[str]:
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-
-
-def _rejection(unknown: list[str], missing: list[str], mismatched: list[str]) -> EngineRejected:
-    kinds = {"unknown here": unknown, "missing in the update": missing, "mismatched": mismatched}
-    parts = [f"{len(names)} {kind} ({_first_few(names)})" for kind, names in kinds.items() if names]
-    return EngineRejected(
-        f"the update does not fit: {'; '.join(parts)}",
-        unknown=tuple(unknown),
-        missing=tuple(missing),
-        mismatched=tuple(mismatched),
-    )
-
-
-def _first_few(names: Sequence[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
 
 
 class BucketLanding:

@@ -94,8 +94,7 @@ class VLLMEngine:
             replies = await self._ask("check", call, at, update=wire.encode_update(update))
             found = wire.Findings.merge([wire.Findings(**_tuples(reply.value)) for reply in replies])
             if found.bad:
-                error = found.rejection()
-                raise type(error)(f"{self.name}: {error}", **error.__dict__, engine=self.name, phase="check")
+                raise found.rejection(engine=self.name)
         return found.notes
 
     async def checksums(self, call: Call) -> dict[str, str] | None:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from async_wsync.engines.rejection import rejection
 from async_wsync.engines.replies import looks_collective
 from async_wsync.errors import BroadcastFailed, EngineBusy, EngineFailed, EngineRejected, StaleCall
 from async_wsync.types import BucketSpec, Call, GroupSpec, Manifest, ParamMeta, UpdateSpec
@@ -29,8 +30,6 @@ __all__ = [
     "failure_of",
     "rebuild",
 ]
-
-_SHOWN = 5
 
 UNSEEN_REPLICA = "async_wsync-reply:"
 """Before the answer of a data parallel replica that has to travel as an exception."""
@@ -137,19 +136,8 @@ class Findings:
             unknown=tuple(unknown), missing=union("missing"), mismatched=union("mismatched"), notes=union("notes")
         )
 
-    def rejection(self) -> EngineRejected:
-        kinds = {"unknown here": self.unknown, "missing in the update": self.missing, "mismatched": self.mismatched}
-        parts = [
-            f"{len(names)} {kind} ({', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''})"
-            for kind, names in kinds.items()
-            if names
-        ]
-        return EngineRejected(
-            f"the update does not fit: {'; '.join(parts)}",
-            unknown=self.unknown,
-            missing=self.missing,
-            mismatched=self.mismatched,
-        )
+    def rejection(self, *, engine: str = "") -> EngineRejected:
+        return rejection(unknown=self.unknown, missing=self.missing, mismatched=self.mismatched, engine=engine)
 
 
 # -------------------------------------------------------------------------------- errors

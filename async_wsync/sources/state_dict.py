@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 
 from async_wsync.core.buckets import dtype_name
+from async_wsync.core.module_names import gathers_its_state, module_state
 from async_wsync.sources.tensors import describe, gathered, is_sharded, selected
 from async_wsync.types import Manifest
 
@@ -87,7 +88,11 @@ class StateDictSource:
 
 
 class ModuleSource(StateDictSource):
-    """A module's parameters and persistent buffers, under the names of its ``state_dict()``."""
+    """A module's parameters and persistent buffers, under the names of its ``state_dict()``.
+
+    torch.compile, DDP, DataParallel, FSDP's first version and activation checkpointing are seen through, on the
+    module and within it: names, also those given to ``rename`` and ``include``, are the plain model's.
+    """
 
     def __init__(
         self,
@@ -103,9 +108,19 @@ class ModuleSource(StateDictSource):
         super().__init__({}, dtype=dtype, tied=tied, rename=rename, include=include)
         self._model = model
 
+    @property
+    def device(self) -> torch.device | None:
+        if not gathers_its_state(self._model):
+            return super().device
+        return next((tensor.device for tensor in self._model.parameters()), None)
+
+    @property
+    def collective(self) -> bool:
+        return gathers_its_state(self._model) or super().collective
+
     def _state(self) -> Mapping[str, Any]:
-        state = self._model.state_dict(keep_vars=True)
         # What modules put there by get_extra_state() is theirs, and mostly no tensor.
+        state = module_state(self._model)
         return {name: tensor for name, tensor in state.items() if not name.endswith("_extra_state")}
 
 

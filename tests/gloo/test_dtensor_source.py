@@ -127,6 +127,25 @@ def gather_into_one_buffer(rank: int) -> Any:
     return asyncio.run(_pump(source, expected, give_up=False, aliases={}, bucket_bytes=1 << 22))
 
 
+def send_what_fsdp_flattened(rank: int) -> Any:
+    """FSDP's first version, with wrappers around it and within, whose state_dict is a collective."""
+    import torch
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    from async_wsync.core.checksum import model_digests
+    from async_wsync.sources import ModuleSource, participate
+
+    torch.manual_seed(7)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 33), torch.nn.Linear(33, 1))
+    expected = model_digests(model.state_dict())
+    model[0] = torch.compile(model[0])
+    model[1] = FullyShardedDataParallel(model[1], device_id=torch.device("cpu"), use_orig_params=True)
+    source = ModuleSource(FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True))
+    if rank:
+        return participate(source)
+    return asyncio.run(_pump(source, expected, give_up=False, aliases={}))
+
+
 async def _fail_early(source: Any) -> str:
     from async_wsync.sources.pump import SourcePump
 
@@ -170,7 +189,7 @@ async def _pump(
     return {**model_digests(targets), **{alias: expected[alias] for alias in aliases}} == expected
 
 
-PARTS = (send_all, give_up_half_way, fail_before_the_first_bucket, gather_into_one_buffer)
+PARTS = (send_all, give_up_half_way, fail_before_the_first_bucket, gather_into_one_buffer, send_what_fsdp_flattened)
 
 
 @pytest.fixture(scope="module")
@@ -188,6 +207,10 @@ def test_sharded_weights_are_gathered_while_the_other_rank_takes_part(outcomes: 
 
 def test_tensors_gathered_into_one_buffer_arrive_as_they_were_gathered(outcomes: Outcomes) -> None:
     assert outcomes[gather_into_one_buffer] == (True, 6)
+
+
+def test_a_model_in_fsdps_first_version_arrives_under_its_own_names(outcomes: Outcomes) -> None:
+    assert outcomes[send_what_fsdp_flattened] == (True, 4)
 
 
 @pytest.mark.parametrize("part", PARTS[1:3])

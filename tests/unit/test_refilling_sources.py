@@ -26,7 +26,7 @@ SMALL = 1000
 LARGE = DIRECT_BYTES  # floats: four times the size from which a tensor goes direct
 SIZES: dict[str, list[int]] = {
     "small": [SMALL] * 8,
-    "many, over several slices": [100] * 1000,
+    "many, over several slices": [100] * 300,
     "large": [LARGE] * 5,
     "mixed": [SMALL, LARGE, SMALL, 1, LARGE, LARGE, 0, SMALL],
 }
