@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from async_wsync.engines.torch_engine import TorchEngine
     from async_wsync.errors import (
         AcquireTimeout,
+        BaseMissing,
         BroadcastFailed,
         Cancelled,
         EngineBusy,
@@ -59,6 +60,7 @@ _HOMES = {
     "engines.torch_engine": ("TorchEngine",),
     "errors": (
         "AcquireTimeout",
+        "BaseMissing",
         "BroadcastFailed",
         "Cancelled",
         "EngineBusy",
@@ -103,6 +105,7 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 __version__ = "0.1.0"
 __all__ = [
     "AcquireTimeout",
+    "BaseMissing",
     "BroadcastFailed",
     "BroadcastLock",
     "Cancelled",

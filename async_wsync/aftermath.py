@@ -75,7 +75,7 @@ class Aftermath:
         for sent in attempt.calls.succeeded("publish"):
             record = attempt.fleet.roster[sent.engine]
             if record.state is EngineState.UPDATING:
-                record.publish(attempt.update.version)
+                record.publish(attempt.update.version, attempt.update.update_id)
         for sent in attempt.calls.succeeded("bucket"):
             record = attempt.fleet.roster[sent.engine]
             record.last_bucket = max(sent.bucket or 0, record.last_bucket or 0)
@@ -150,7 +150,9 @@ class Aftermath:
             version=attempt.update.version,
             phase=phase,
             bucket=bucket,
-            outcomes=attempt.fleet.roster.outcomes([*attempt.story.dropped, *(e.name for e in attempt.engines)]),
+            outcomes=attempt.fleet.roster.outcomes(
+                dict.fromkeys([*attempt.story.dropped, *attempt.story.behind, *(e.name for e in attempt.engines)])
+            ),
             at_fault=sorted(self.at_fault),
             started=attempt.story.started,
             notes=[f"note: {note}" for note in self.notes],

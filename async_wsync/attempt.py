@@ -8,7 +8,7 @@ Every step is taken by all engines before the next one starts. Where it fails, `
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,7 +17,7 @@ from typing import Any
 from async_wsync.calls import EngineCalls
 from async_wsync.core.checksum import combined
 from async_wsync.core.engine_state import EngineRecord
-from async_wsync.errors import EngineFailed
+from async_wsync.errors import BaseMissing, EngineFailed
 from async_wsync.fleet import Fleet
 from async_wsync.links import Link, Links
 from async_wsync.own_checks import HasOwnChecks, check_own
@@ -26,6 +26,7 @@ from async_wsync.sources.pump import BucketStream, SourcePump
 from async_wsync.story import Settings, Story, Verify
 from async_wsync.transfer import Transfer
 from async_wsync.types import (
+    Base,
     BucketSpec,
     Call,
     EngineState,
@@ -55,6 +56,8 @@ class Attempt:
     backend: str
     pause_mode: PauseMode
     keep_others: bool = False
+    bases: Mapping[str, Base] = field(default_factory=dict)
+    may_leave_behind: bool = True
     turn: Callable[[], AbstractAsyncContextManager[Any]] = nullcontext
     should_stop: Callable[[], Exception | None] = lambda: None
     drain_left: Callable[[], float] | None = None
@@ -92,14 +95,38 @@ class Attempt:
     async def check(self, whole: UpdateSpec | None = None) -> None:
         """Agree on the manifest with every engine, before anything is paused, let alone sent.
 
-        ``whole``: what all sources of a round send together.
+        ``whole``: what all sources of a round send together. An engine that lacks what a partial update builds on is
+        left as it is.
         """
         update = whole or self.update
         with self.story.during("check"):
-            notes = await self._everyone("check", lambda e, c: e.check(c, update), field="begin")
+            notes = await self._everyone("check", lambda e, c: self._fits(e, c, update), field="begin")
+            if behind := {name: said for name, said in notes.items() if isinstance(said, BaseMissing)}:
+                self._leave_behind(behind)
         for engine in self.engines:
             known = self.record(engine).notes
             known.extend(note for note in notes[engine.name] if note not in known)
+
+    async def _fits(self, engine: RolloutEngine, call: Call, update: UpdateSpec) -> tuple[str, ...] | BaseMissing:
+        offered = update if update.strict else replace(update, base=self.bases.get(engine.name))
+        try:
+            return await engine.check(call, offered)
+        except BaseMissing as lacking:
+            return lacking
+
+    def _leave_behind(self, behind: Mapping[str, BaseMissing]) -> None:
+        for name, lacking in behind.items():
+            self.fleet.roster[name].doubt(torn=lacking.torn, holds=lacking.holds)
+        left = [e for e in self.engines if e.name not in behind]
+        if not self.may_leave_behind or len(left) < self.settings.min_engines:
+            first, *others = behind.values()
+            for other in others:
+                first.add_note(str(other))
+            raise first
+        self.engines[:] = left
+        for name, lacking in behind.items():
+            self.fleet.roster[name].notes.append(f"left out of a partial update: {lacking}")
+        self.story.leave_behind(behind)
 
     async def connect(self) -> None:
         if not self.update.buckets:
@@ -166,7 +193,7 @@ class Attempt:
 
     def published_by_leader(self) -> None:
         """The leader has ended, published and resumed."""
-        self.fleet.roster.published(self.update.version, [e.name for e in self.engines])
+        self._write_published()
         for engine in self.engines:
             self.record(engine).paused = self.record(engine).needs_reset = False
         self.story.published = True
@@ -197,6 +224,7 @@ class Attempt:
             submitted=self._submitted,
             acknowledged=self._acknowledged,
             isolate=self._isolate,
+            is_dropped=self.fleet.roster.is_lost,
             bucket_limit=self.settings.timeouts.bucket,
             idle_limit=self.settings.timeouts.idle,
             one_at_a_time=self.settings.lock_scope == "bucket" or not all(e.pipelined for e in self.engines),
@@ -251,9 +279,13 @@ class Attempt:
                 await self.verify(verify)
         with self.story.during("publish"):
             await self._everyone("publish", lambda e, c: e.publish(c, self.update.version), field="end")
-            self.fleet.roster.published(self.update.version, [e.name for e in self.engines])
+            self._write_published()
             self.story.published = True
         self.story.event("published")
+
+    def _write_published(self) -> None:
+        update = self.update
+        self.fleet.roster.published(update.version, [e.name for e in self.engines], update_id=update.update_id)
 
     async def verify(self, against: Verify) -> None:
         """Compare the engines' checksums with each other, or with the source's."""

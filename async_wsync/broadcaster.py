@@ -209,6 +209,7 @@ class WeightBroadcaster:
         *,
         version: int,
         strict: bool = True,
+        base: int | None = None,
         allow_empty: bool = False,
         verify: Verify | None = None,
         pause_mode: PauseMode | str | None = None,
@@ -217,8 +218,12 @@ class WeightBroadcaster:
     ) -> UpdateReport:
         """Bring every engine to ``version`` with the tensors of ``source``.
 
-        ``strict=False`` lets the source name only a part of an engine's tensors. ``verify`` compares checksums before
-        the version is published: of the "engines" with each other, or of each with the "source".
+        ``strict=False`` lets the source name only a part of an engine's tensors. Such a part builds on the last version
+        that this broadcaster published; with ``base``, on that version, which engines are believed to hold if they say
+        so. Engines that lack it, and would be left with a mix, stay as they are: ``behind`` in the report names them.
+        In a round, or where fewer than ``min_engines`` are left, the update is refused with `BaseMissing`.
+        ``verify`` compares checksums before the version is published: of the "engines" with each other, or of each with
+        the "source".
         ``atomic_groups``: regular expressions; tensors whose names match one travel in one bucket.
         ``round``: send ``source`` as one part of an update that several sources share; see `UpdateRound`.
 
@@ -229,11 +234,15 @@ class WeightBroadcaster:
         """
         async with self._turn_to_update("update_weights", version):
             self._check_version(version)
+            if base is not None and (strict or isinstance(base, bool) or not isinstance(base, int)):
+                raise ValueError(f"base must be an int, and goes with strict=False; got {base!r}")
             return await self._run(
                 source,
                 version=version,
                 targets=self._fleet.names,
                 strict=strict,
+                builds_on=self._version if base is None else base,
+                builds_on_ours=base is None,
                 allow_empty=allow_empty,
                 verify=verify,
                 pause_mode=self._pause_mode_of_all(pause_mode),
@@ -352,8 +361,8 @@ class WeightBroadcaster:
     async def catch_up(self, source: WeightSource, *, verify: Verify | None = None) -> UpdateReport | None:
         """Bring those engines that are not on the current version to it, over a group of their own.
 
-        ``source`` must still hold that version. The engines that are current are neither paused nor spoken to. None
-        where there is nothing to do; ValueError before the first update. Raises as `update_weights` for all else.
+        ``source`` must still hold all of that version. The engines that are current are neither paused nor spoken to.
+        None where there is nothing to do; ValueError before the first update. Raises as `update_weights` for all else.
         """
         async with self._turn_to_update("catch_up", self._version):
             if self._version is None:
@@ -366,6 +375,8 @@ class WeightBroadcaster:
                 version=self._version,
                 targets=behind,
                 strict=True,
+                builds_on=None,
+                builds_on_ours=True,
                 allow_empty=False,
                 verify=verify,
                 pause_mode=self._settings.pause_mode,

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AcquireTimeout",
+    "BaseMissing",
     "BroadcastFailed",
     "Cancelled",
     "EngineBusy",
@@ -174,6 +175,17 @@ class EngineRejected(EngineFailed):
     unknown: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     mismatched: tuple[str, ...] = ()
+
+
+class BaseMissing(EngineRejected):
+    """The update is a part of the model, and the engine does not hold the version that it builds on.
+
+    ``missing`` names tensors that the update leaves out, as far as the engine can tell. ``holds`` is the version
+    the engine says it holds, None for none; ``torn`` that it may hold a mix.
+    """
+
+    holds: int | None = None
+    torn: bool = False
 
 
 class StaleCall(EngineFailed, StaleFence):

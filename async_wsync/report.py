@@ -45,7 +45,8 @@ class UpdateReport:
     """A finished update. ``seconds`` covers all of it, ``phases`` the seconds spent in each phase.
 
     ``checksum`` is the digest all engines agreed on, None where none was asked for. ``rebuilds`` counts
-    groups built anew within the update, ``dropped`` names the engines left behind by them.
+    groups built anew within the update, ``dropped`` names the engines left behind by them. ``behind`` names those that
+    do not hold the version which a partial update builds on: it left them as they were, for a `catch_up`.
     """
 
     version: int
@@ -59,6 +60,7 @@ class UpdateReport:
     notes: tuple[str, ...] = ()
     rebuilds: int = 0
     dropped: tuple[str, ...] = ()
+    behind: tuple[str, ...] = ()
     buckets: tuple[BucketTiming, ...] = ()
     started_at: float = 0.0
 
@@ -99,7 +101,7 @@ class UpdateReport:
         data["gbps"] = self.gbps
         data["engines"] = {name: _outcome_dict(outcome) for name, outcome in self.engines.items()}
         data["buckets"] = [asdict(bucket) for bucket in self.buckets]
-        data["notes"], data["dropped"] = list(self.notes), list(self.dropped)
+        data["notes"], data["dropped"], data["behind"] = list(self.notes), list(self.dropped), list(self.behind)
         return data
 
     def to_trace(self) -> dict[str, Any]:

@@ -107,14 +107,16 @@ class RoundUpdate(Update):
         """All parts as one manifest, for the strict check. ValueError where two sources send one name."""
         params: dict[str, ParamMeta] = {}
         aliases: dict[str, str] = {}
+        tied: tuple[tuple[str, str], ...] = ()
         for source, packed in (await self.member.manifests()).items():
             part = unpack_update(packed).manifest
-            for meta in part.params:
-                if meta.name in params:
-                    raise ValueError(f"{meta.name!r} is sent by source {source!r} and by another source of the round")
-                params[meta.name] = meta
+            for name in (*(meta.name for meta in part.params), *(alias for alias, _ in part.aliases)):
+                if name in params or name in aliases:
+                    raise ValueError(f"{name!r} is sent by source {source!r} and by another source of the round")
+            params.update((meta.name, meta) for meta in part.params)
             aliases.update(part.aliases)
-        return Manifest(params=tuple(params.values()), aliases=tuple(aliases.items()))
+            tied += part.tied
+        return Manifest(params=tuple(params.values()), aliases=tuple(aliases.items()), tied=tied)
 
     # ---------------------------------------------------------------------------- the round
 
@@ -144,6 +146,7 @@ class RoundUpdate(Update):
 
     def _attempt(self, spec: UpdateSpec, engines: list[RolloutEngine]) -> Attempt:
         attempt = super()._attempt(spec, engines)
+        attempt.may_leave_behind = False  # all sources have agreed on the engines
         if self.settings.lock_scope == "bucket":
             attempt.turn = lambda: self._turn(attempt)
         return attempt

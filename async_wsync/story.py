@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -46,10 +46,18 @@ class Story:
     notes: list[str] = field(default_factory=list)
     timings: list[BucketTiming] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
+    behind: list[str] = field(default_factory=list)
     rebuilds: int = 0
     checksum: str | None = None
     started: bool = False  # some engine may have been paused or sent something
     published: bool = False
+
+    def leave_behind(self, names: Iterable[str]) -> None:
+        """These lack what a partial update builds on, and take no part in it."""
+        self.behind.extend(names)
+        self.notes.append(
+            f"partial update: {', '.join(names)} left as they were, catch_up with a full source brings them to it"
+        )
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:

@@ -35,6 +35,11 @@ class Flight:
     calls: list[Sent] = field(default_factory=list)
     collectives: list[tuple[Link, asyncio.Future[None]]] = field(default_factory=list)
 
+    def forget(self, engine: str) -> None:
+        """Nothing of this engine is waited for any more."""
+        self.calls = [s for s in self.calls if s.engine != engine]
+        self.collectives = [(link, c) for link, c in self.collectives if engine not in link.names]
+
     def waits(self) -> set[asyncio.Future[Any]]:
         return {f for f in (*(s.task for s in self.calls), *(c for _, c in self.collectives)) if not f.done()}
 
@@ -45,7 +50,8 @@ class Transfer:
 
     ``receive(engine, bucket, link)`` makes the call that announces a bucket to an engine; ``turn()`` is entered
     around each bucket (the lock, where it is held for each bucket); ``acknowledged(bucket)`` is told once every
-    engine has one. ``isolate`` is asked about an engine's failure: True lets the transfer go on without it.
+    engine has one. ``isolate`` is asked about an engine's failure: True drops it and lets the transfer go on without
+    it. ``is_dropped`` tells who was.
     """
 
     links: Sequence[Link]
@@ -55,6 +61,7 @@ class Transfer:
     submitted: Callable[[BucketSpec], None]
     acknowledged: Callable[[BucketSpec, Sequence[str]], None]
     isolate: Callable[[str, BaseException], bool]
+    is_dropped: Callable[[str], bool]
     bucket_limit: float
     idle_limit: float
     one_at_a_time: bool
@@ -64,7 +71,6 @@ class Transfer:
     def __post_init__(self) -> None:
         self._flights: deque[Flight] = deque()
         self._head_since = 0.0
-        self._dropped: set[str] = set()
 
     async def run(self, staged: AsyncIterator[StagedBucket]) -> None:
         """Send everything; returns once every engine has acknowledged the last bucket."""
@@ -108,7 +114,7 @@ class Transfer:
         self.submitted(staged.bucket)
 
     def _live_links(self) -> list[Link]:
-        return [link for link in self.links if not (link.names <= self._dropped)]
+        return [link for link in self.links if not all(self.is_dropped(name) for name in link.names)]
 
     async def _next(self, staged: AsyncIterator[StagedBucket]) -> StagedBucket | None:
         """Wait for the next staged bucket while watching those under way."""
@@ -153,6 +159,7 @@ class Transfer:
         self._land()
         if self._flights and asyncio.get_running_loop().time() - self._head_since >= self.bucket_limit:
             self._raise_late(self._flights[0])
+            self._land()
 
     def _raise_if_interrupted(self) -> None:
         if self.calls.interrupt.reason is not None:
@@ -166,28 +173,28 @@ class Transfer:
                 failure = sent.failure
                 if failure is not None and not self._drop(sent.engine, failure):
                     raise failure
-            for link, collective in flight.collectives:
+            for link, collective in list(flight.collectives):
                 error = collective.exception() if collective.done() else None
                 if error is not None and not all(self._drop(e.name, error) for e in link.engines):
                     raise error
 
     def _drop(self, engine: str, failure: BaseException) -> bool:
-        if engine in self._dropped:
-            return True
         if not self.isolate(engine, failure):
             return False
-        self._dropped.add(engine)
         for link in self.links:
-            if link.names <= self._dropped:
+            if engine in link.names:
                 link.abort()
+        for flight in self._flights:
+            flight.forget(engine)
         return True
 
     def _raise_late(self, flight: Flight) -> None:
+        """Raise for what is waited for, or drop it. Whoever answered without its broadcast is waited for too."""
         error = late(flight.calls, field="bucket", limit=self.bucket_limit)
-        waiting = {s.engine for s in flight.calls if not s.task.done()}
-        if waiting and all(self._drop(name, error) for name in waiting):
-            return
-        raise error
+        waiting = [s.engine for s in flight.calls if not s.task.done()]
+        waiting += [e.name for link, c in flight.collectives if not c.done() for e in link.engines]
+        if not all(self._drop(name, error) for name in dict.fromkeys(waiting)):
+            raise error
 
     def _land(self) -> None:
         """Give back the buckets that every remaining engine has, oldest first."""
@@ -205,13 +212,12 @@ class Transfer:
                     done_at=now,
                 )
             )
-            self.calls.forget(s for s in flight.calls if s.engine not in self._dropped)
+            self.calls.forget(flight.calls)
             flight.staged.release()
-            self.acknowledged(bucket, [s.engine for s in flight.calls if s.engine not in self._dropped])
+            self.acknowledged(bucket, [s.engine for s in flight.calls])
 
     def _landed(self, flight: Flight) -> bool:
-        engines = all(s.task.done() for s in flight.calls if s.engine not in self._dropped)
-        return engines and all(c.done() for _, c in flight.collectives)
+        return not flight.waits()
 
 
 def _calling(hint: Callable[[], None]) -> Callable[[object], None]:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "Base",
     "BucketSpec",
     "Call",
     "EngineInfo",
@@ -83,11 +84,13 @@ class Manifest:
     """The ordered tensors of an update.
 
     ``aliases`` maps further names to a name in ``params`` that shares its storage (tied weights):
-    they are not sent, and the engine fills them from their original.
+    they are not sent, and the engine fills them from their original. ``tied`` does the same for names
+    that are in ``params`` themselves: sent in full, and equal to their original.
     """
 
     params: tuple[ParamMeta, ...]
     aliases: tuple[tuple[str, str], ...] = ()
+    tied: tuple[tuple[str, str], ...] = ()
 
     def fingerprint(self) -> str:
         digest = hashlib.blake2b(digest_size=16)
@@ -95,6 +98,8 @@ class Manifest:
             digest.update(f"{meta.name}\0{meta.dtype}\0{meta.shape}\n".encode())
         for alias, name in self.aliases:
             digest.update(f"{alias}\0={name}\n".encode())
+        for again, name in self.tied:
+            digest.update(f"{again}\0=={name}\n".encode())
         return digest.hexdigest()
 
 
@@ -167,10 +172,23 @@ class BucketSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Base:
+    """What an engine was brought to last: ``version``, and the update that brought it.
+
+    Two sources may give the same version to different weights; an ``update_id`` is given once. None: any will do.
+    """
+
+    version: int
+    update_id: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateSpec:
     """What an update will send, agreed with every engine before the first byte.
 
-    ``strict``: the manifest must name every tensor of the engine. Not strict: the update may be a part.
+    ``strict``: the manifest must name every tensor of the engine. Not strict: the update may be a part. ``base`` is
+    what the engine must hold then, whole, so that it holds all of the new version afterwards; None where the source
+    knows of nothing, so that only a manifest that covers the engine will do.
     """
 
     update_id: str
@@ -179,6 +197,7 @@ class UpdateSpec:
     buckets: tuple[BucketSpec, ...]
     group: str
     strict: bool = True
+    base: Base | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +211,10 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """An engine's answer to hello. ``incarnation`` changes whenever its process does."""
+    """An engine's answer to hello. ``incarnation`` changes whenever its process does.
+
+    ``version`` and ``update_id``: what was published last, None where nothing was or the engine can't tell.
+    """
 
     incarnation: str
     version: int | None = None
@@ -201,6 +223,7 @@ class EngineInfo:
     host: str = ""
     pid: int = 0
     notes: tuple[str, ...] = ()
+    update_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,7 +321,11 @@ class RolloutEngine(Protocol):
     async def join(self, call: Call, group: GroupSpec, *, rank_offset: int) -> None: ...
     async def leave(self, call: Call, group: str) -> None: ...
     async def check(self, call: Call, update: UpdateSpec) -> tuple[str, ...]:
-        """Agree on the manifest (or raise `EngineRejected`); returns notes on what could not be checked."""
+        """Agree on the manifest (or raise `EngineRejected`); returns notes on what could not be checked.
+
+        An update that is not strict, leaves tensors out (or, where the engine can't tell, may do so), and whose
+        ``base`` is not what the engine holds, is refused with `BaseMissing`.
+        """
         ...
 
     async def pause(self, call: Call, mode: PauseMode) -> None: ...

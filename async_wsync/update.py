@@ -37,6 +37,7 @@ from async_wsync.runtime.cancellation import finish
 from async_wsync.sources.pump import SourcePump
 from async_wsync.story import Settings, Story, Verify
 from async_wsync.types import (
+    Base,
     EngineInfo,
     EngineState,
     Manifest,
@@ -67,6 +68,8 @@ class Update:
     source: str
     choose_backend: Callable[..., str]
     targets: Sequence[str]
+    builds_on: int | None  # the version that a partial update builds on
+    builds_on_ours: bool  # whether we must have brought it to the engines, or they are believed
     pause_mode: PauseMode
     strict: bool
     allow_empty: bool
@@ -82,6 +85,7 @@ class Update:
     _drained_by: float | None = None  # since the caller was cancelled
     _early: asyncio.Timeout | None = None
     _timers: list[asyncio.TimerHandle] = field(default_factory=list)
+    _bases: dict[str, Base] = field(default_factory=dict)
 
     # ---------------------------------------------------------------------- the script
 
@@ -169,6 +173,8 @@ class Update:
         self.story.dropped.extend(gone)
         infos = [answer for answer in answers.values() if isinstance(answer, EngineInfo)]
         self.backend = self.choose_backend(infos, source_device=self.pump.device.type)
+        # Before the first attempt: one that fails may leave them torn, and the next one sends it all again.
+        self._bases = roster.bases(self.builds_on, [e.name for e in left], by_us=self.builds_on_ours)
         return left
 
     def _ended_outside_an_attempt(self, cause: Exception) -> UpdateFailed:
@@ -252,6 +258,7 @@ class Update:
             backend=self.backend,
             pause_mode=self.pause_mode,
             keep_others=self.keep_others,
+            bases=self._bases,
             should_stop=lambda: self.stopped,
             drain_left=self._drain_left,
         )
@@ -272,8 +279,9 @@ class Update:
                 first = first or sys.exception() or Cancelled("the update was cancelled from within")
                 failure = await finish(self._settle(attempt, first), name="settling a failed update")
         if not done:
-            # A refused manifest says it all: nothing was touched.
-            raise failure.__cause__ if isinstance(failure.__cause__, EngineRejected) else failure
+            cause = failure.__cause__
+            # A refused manifest says it all, as long as nothing was started.
+            raise cause if isinstance(cause, EngineRejected) and not self.story.started else failure
 
     async def _settle(self, attempt: Attempt, first: BaseException) -> UpdateFailed:
         attempt.lease_lost = isinstance(first, asyncio.CancelledError)
@@ -328,6 +336,7 @@ class Update:
             notes=tuple(story.notes),
             rebuilds=story.rebuilds,
             dropped=tuple(dict.fromkeys(story.dropped)),
+            behind=tuple(story.behind),
             buckets=tuple(story.timings),
             started_at=story.started_at,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from async_wsync.types import EngineInfo, EngineOutcome, EngineState
+from async_wsync.types import Base, EngineInfo, EngineOutcome, EngineState
 
 __all__ = ["EngineRecord", "Roster"]
 
@@ -30,6 +30,7 @@ class EngineRecord:
     name: str
     state: EngineState = EngineState.STALE
     version: int | None = None
+    update_id: str | None = None  # of the update that brought it there, where that was one of ours
     incarnation: str | None = None
     last_bucket: int | None = None
     paused: bool = False
@@ -56,11 +57,27 @@ class EngineRecord:
         if replaced or first or self.state is _S.LOST:
             self.state = _S.TORN if info.state in (_S.TORN, _S.UPDATING) else _S.STALE
             self.version = info.version if self.state is _S.STALE else None
+            self.update_id = None
             self.paused = False if replaced else self.paused
             self.needs_reset = True
-        elif info.state is _S.TORN and self.state in (_S.CURRENT, _S.STALE):
-            self.move(_S.TORN)
+        elif info.state is _S.TORN or self._was_brought_elsewhere(info):
+            self.doubt(torn=info.state is _S.TORN, holds=info.version)
+        elif self.state is _S.STALE and info.version is not None:
+            self.version = info.version
         return replaced
+
+    def _was_brought_elsewhere(self, info: EngineInfo) -> bool:
+        """Another source published here since we did. None tells nothing: not every engine knows."""
+        if self.state is not _S.CURRENT:
+            return False
+        return info.version not in (None, self.version) or info.update_id not in (None, self.update_id)
+
+    def doubt(self, *, torn: bool, holds: int | None) -> None:
+        """The engine says that it is torn, or not on the version we brought it to but on ``holds``."""
+        if not self.whole:
+            return
+        self.move(_S.TORN if torn else _S.STALE)
+        self.version, self.update_id = None if torn else holds, None
 
     def begin(self) -> None:
         self._before = self.state
@@ -68,9 +85,9 @@ class EngineRecord:
         self.last_bucket = self.error = self.phase = None
         self.move(_S.UPDATING)
 
-    def publish(self, version: int) -> None:
+    def publish(self, version: int, update_id: str) -> None:
         self.move(_S.CURRENT)
-        self.version = version
+        self.version, self.update_id = version, update_id
 
     def fail(self) -> None:
         """The update ended without this engine publishing it."""
@@ -78,19 +95,26 @@ class EngineRecord:
             return
         if self.touched:
             self.move(_S.TORN)
-            self.version = None
+            self.version = self.update_id = None
         else:
             self.state = self._before
 
     def lose(self) -> None:
         if self.state is not _S.LOST:
             self.move(_S.LOST)
-        self.version = None
+        self.version = self.update_id = None
 
     @property
     def whole(self) -> bool:
         """Holds one version, not a mix."""
         return self.state in (_S.CURRENT, _S.STALE)
+
+    @property
+    def base(self) -> Base | None:
+        """What it holds, whole, by an update of ours."""
+        if self.state is not _S.CURRENT or self.version is None:
+            return None
+        return Base(version=self.version, update_id=self.update_id)
 
     def outcome(self) -> EngineOutcome:
         return EngineOutcome(
@@ -127,6 +151,15 @@ class Roster:
     def __getitem__(self, name: str) -> EngineRecord:
         return self._records[name]
 
+    def bases(self, version: int | None, names: Iterable[str], *, by_us: bool = True) -> dict[str, Base]:
+        """Which of ``names`` hold ``version``: as we brought it to them, or as they say themselves."""
+        if version is None:
+            return {}
+        held = {n: self._records[n] for n in names if self._records[n].version == version}
+        if not by_us:
+            return {n: Base(version=version, update_id=None) for n in held}
+        return {n: base for n, record in held.items() if (base := record.base) is not None}
+
     def is_lost(self, name: str) -> bool:
         return name in self._records and self._records[name].state is _S.LOST
 
@@ -139,11 +172,11 @@ class Roster:
     def outcomes(self, names: Iterable[str] | None = None) -> dict[str, EngineOutcome]:
         return {n: self._records[n].outcome() for n in (self._records if names is None else names)}
 
-    def published(self, version: int, targets: Iterable[str]) -> None:
+    def published(self, version: int, targets: Iterable[str], *, update_id: str) -> None:
         """``targets`` are on ``version``; whoever was current before is stale now."""
         targets = set(targets)
         for name, record in self._records.items():
             if name in targets:
-                record.publish(version)
+                record.publish(version, update_id)
             elif record.state is _S.CURRENT and record.version != version:
                 record.move(_S.STALE)

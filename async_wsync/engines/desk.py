@@ -18,7 +18,7 @@ from async_wsync.engines import protocol as p
 from async_wsync.engines.gate import ServingGate
 from async_wsync.engines.ledger import Part, Session, WeightLedger
 from async_wsync.engines.seat import GroupSeat, done_future
-from async_wsync.engines.targets import BucketLanding, Model, check_manifest, model_device, named_targets
+from async_wsync.engines.targets import BucketLanding, Model, check_manifest, covered, model_device, named_targets
 from async_wsync.errors import EngineBusy, EngineFailed
 from async_wsync.types import BucketSpec, Call, EngineState, PauseMode
 
@@ -170,7 +170,13 @@ class Desk:
 
     def check(self, call: Call, verb: p.Check) -> tuple[str, ...]:
         update = p.unpack_update(verb.update)
-        return check_manifest(update.manifest, named_targets(self.model), strict=update.strict)
+        targets = named_targets(self.model)
+        left_out = check_manifest(update.manifest, targets, strict=update.strict)
+        if not left_out:
+            return ()
+        with self._changed:
+            self.ledger.check_base(update.base, targets.keys() - left_out, left_out)
+        return (f"{len(left_out)} tensors keep their old values",)
 
     def begin(self, call: Call, verb: p.Begin) -> None:
         until = _limit(call)
@@ -248,7 +254,9 @@ class Desk:
 
     def end(self, call: Call, verb: p.End) -> None:
         with self._changed:
-            session = self.ledger.check_complete(verb.update_id)
+            session = self.ledger.session
+            targets = {} if session is None else session.targets
+            session = self.ledger.check_complete(verb.update_id, lambda sent: covered(sent, targets))
         self._hooks.on_update_end()
         with self._changed:
             self._check_fence(call)

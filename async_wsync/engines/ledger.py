@@ -7,13 +7,14 @@ a version is published that had all of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from async_wsync.engines.rejection import base_missing
 from async_wsync.errors import EngineFailed, EngineRejected
-from async_wsync.types import BucketSpec, EngineState, UpdateSpec
+from async_wsync.types import Base, BucketSpec, EngineState, UpdateSpec
 
 __all__ = ["Part", "Session", "WeightLedger"]
 
@@ -50,12 +51,17 @@ class Session:
     parts: dict[str, Part] = field(default_factory=dict)
     ended: bool = False
 
+    def names(self) -> set[str]:
+        """What all parts send together."""
+        return {name for part in self.parts.values() for name in part.names()}
+
 
 class WeightLedger:
     """The state of one engine's weights."""
 
     def __init__(self) -> None:
         self.version: int | None = None
+        self.update_id: str | None = None  # of the update that left ``version`` here
         self.session: Session | None = None
         self._published_fence: int | None = None
         self._suspects: set[str] = set()
@@ -111,14 +117,41 @@ class WeightLedger:
         if session is None or self.session is session:
             self.session = None
 
-    def check_complete(self, update_id: str) -> Session:
-        """The session, if all of its buckets are here and it heals every suspect; EngineFailed otherwise."""
+    @property
+    def suspects(self) -> frozenset[str]:
+        return frozenset(self._suspects)
+
+    def lacks(self, base: Base | None, covered: Iterable[str]) -> str:
+        """Why an update of ``covered`` on ``base`` would not make these weights whole; empty where it would."""
+        if unhealed := self._unhealed(covered):
+            return f"it is torn, {', '.join(unhealed[:_SHOWN])} may hold a mix"
+        if base is None:
+            has = "no version" if self.version is None else f"version {self.version}"
+            return f"it holds {has}, not one that this update builds on"
+        if base.version == self.version:
+            if base.update_id in (None, self.update_id):
+                return ""
+            return f"its version {base.version} came from another update than the one that this one builds on"
+        return f"it holds version {self.version}, and the update builds on version {base.version}"
+
+    def check_base(self, base: Base | None, covered: Iterable[str], left_out: Sequence[str]) -> None:
+        """`BaseMissing` unless these weights are whole after an update on ``base`` that leaves ``left_out`` out."""
+        if why := self.lacks(base, covered):
+            raise base_missing(why, left_out, holds=self.version, torn=bool(self._suspects))
+
+    def _unhealed(self, covered: Iterable[str]) -> list[str]:
+        return sorted(self._suspects.difference(covered))
+
+    def check_complete(self, update_id: str, covered: Callable[[set[str]], Iterable[str]] = set) -> Session:
+        """The session, if all of its buckets are here and it heals every suspect; EngineFailed otherwise.
+
+        ``covered``: the names that hold new values once the given ones have been sent.
+        """
         session = self._open(update_id)
         for part in session.parts.values():
             if part.missing:
                 raise EngineFailed(f"buckets {part.missing[:_SHOWN]} of {part.source!r} have not arrived")
-        sent = {name for part in session.parts.values() for name in part.names()}
-        if unhealed := sorted(self._suspects - sent):
+        if unhealed := self._unhealed(covered(session.names())):
             raise EngineRejected(
                 f"torn tensors are not part of this update, send all of the model: {unhealed[:_SHOWN]}",
                 missing=tuple(unhealed),
@@ -139,7 +172,7 @@ class WeightLedger:
         # A new holder of the lock may be a trainer that went back to an older checkpoint.
         if self.version is not None and version < self.version and fence == self._published_fence:
             raise EngineFailed(f"version {version} is older than {self.version}, which is published")
-        self.version = version
+        self.version, self.update_id = version, session.update_id
         self._published_fence = fence
         self._suspects.clear()
         self.session = None

@@ -134,6 +134,7 @@ class Reception:
             return EngineInfo(
                 incarnation=self.incarnation,
                 version=self.desk.ledger.version,
+                update_id=self.desk.ledger.update_id,
                 state=self.desk.ledger.state,
                 device=device,
                 host=socket.gethostname(),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from async_wsync.errors import EngineRejected
+from async_wsync.errors import BaseMissing, EngineRejected
 
-__all__ = ["rejection"]
+__all__ = ["base_missing", "rejection"]
 
 _SHOWN = 5
 
@@ -39,6 +39,20 @@ def rejection(
         unknown=tuple(unknown),
         missing=tuple(missing),
         mismatched=tuple(mismatched),
+        **({"engine": engine, "phase": "check"} if engine else {}),
+    )
+
+
+def base_missing(
+    why: str, left_out: Sequence[str], *, holds: int | None, torn: bool = False, engine: str = ""
+) -> BaseMissing:
+    """The error of an engine that a partial update would leave with a mix. ``left_out``: empty where it can't tell."""
+    what = f"leaves out {len(left_out)} tensors ({_first_few(left_out)})" if left_out else "may leave tensors out"
+    return BaseMissing(
+        f"{engine}{': ' if engine else ''}the update {what}, and {why}; send it all of the model once",
+        missing=tuple(left_out),
+        holds=None if torn else holds,
+        torn=torn,
         **({"engine": engine, "phase": "check"} if engine else {}),
     )
 

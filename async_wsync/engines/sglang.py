@@ -20,7 +20,7 @@ from async_wsync.engines import sglang_wire as wire
 from async_wsync.engines.checkpoint_index import read_index
 from async_wsync.engines.http import JsonServer
 from async_wsync.engines.sglang_lora import LoRALoader
-from async_wsync.engines.sglang_names import Findings, against_index, by_probing
+from async_wsync.engines.sglang_names import Findings, against_index, by_probing, check_base
 from async_wsync.engines.sglang_wire import Selector
 from async_wsync.errors import EngineBusy, EngineFailed, EngineRejected
 from async_wsync.runtime.threads import DaemonWorker
@@ -72,7 +72,7 @@ class SGLangServer(LoRALoader):
         self._files = DaemonWorker("sglang-checkpoint")
         self._has_sessions: bool | None = None  # begin / end; unknown until begin was tried
         self._pause_mode: PauseMode | None = None
-        self._checked: dict[tuple[str, bool, str], tuple[str, ...]] = {}
+        self._checked: dict[tuple[str, bool, str], Findings] = {}
 
     @classmethod
     async def discover(cls, url: str, *, timeout: float = 30.0, **options: Any) -> SGLangServer:
@@ -132,15 +132,21 @@ class SGLangServer(LoRALoader):
             raise self._refused("selector='draft', and it has no draft model: it would take the weights and drop them")
 
     async def check(self, call: Call, update: UpdateSpec) -> tuple[str, ...]:
-        if not self._check_names:
-            return ("names and shapes were not checked (check_names=False)",)
-        path = self._checkpoint or str((await self._get("/model_info", call, "check")).get("model_path", ""))
+        asks = not update.strict or (self._check_names and self._checkpoint is None)
+        model = await self._get("/model_info", call, "check") if asks else {}
+        found = Findings(notes=["names and shapes were not checked (check_names=False)"])
+        if self._check_names:
+            found = await self._find(call, update, self._checkpoint or str(model.get("model_path", "")))
+        check_base(update, found.left_out, holds=wire.version_number(model.get("weight_version")), engine=self._name)
+        return tuple(found.notes)
+
+    async def _find(self, call: Call, update: UpdateSpec, path: str) -> Findings:
         key = (update.manifest.fingerprint(), update.strict, path)
         if key not in self._checked:
             found = await self._look(call, update, path)
             if found.bad:
                 raise found.rejection(engine=self._name)
-            self._checked = {key: tuple(found.notes)}
+            self._checked = {key: found}
         return self._checked[key]
 
     async def _look(self, call: Call, update: UpdateSpec, path: str) -> Findings:

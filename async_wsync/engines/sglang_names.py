@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from async_wsync.engines.checkpoint_index import CheckpointIndex
-from async_wsync.engines.rejection import rejection
+from async_wsync.engines.rejection import base_missing, rejection
 from async_wsync.engines.sglang_wire import shape_of
 from async_wsync.errors import EngineRejected
 from async_wsync.types import Manifest, ParamMeta, UpdateSpec
 
-__all__ = ["Findings", "against_index", "by_probing"]
+__all__ = ["Findings", "against_index", "by_probing", "check_base"]
 
 #: So many tensors are probed, one call each. More would take longer than they are worth.
 MAX_PROBES = 256
@@ -28,13 +28,17 @@ Probe = Callable[[str], Awaitable[Any]]
 
 @dataclass(slots=True)
 class Findings:
-    """What a check of names found; ``notes`` says what it could not."""
+    """What a check of names found; ``notes`` says what it could not.
+
+    ``left_out``: what an update that need not be strict leaves out, None where that can't be told.
+    """
 
     unknown: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     known: Collection[str] = ()  # all names that the engine has, if they can be had
+    left_out: list[str] | None = None
 
     @property
     def bad(self) -> bool:
@@ -61,8 +65,9 @@ def against_index(update: UpdateSpec, index: CheckpointIndex) -> Findings:
                 found.unknown.append(meta.name)
         elif known != meta.shape:
             found.mismatched.append(f"{meta.name}: sent {list(meta.shape)}, there {list(known)}")
+    found.left_out = _missing(manifest, index)
     if update.strict:
-        found.missing.extend(_missing(manifest, index))
+        found.missing.extend(found.left_out)
     return found
 
 
@@ -107,3 +112,15 @@ def _spread(params: tuple[ParamMeta, ...], limit: int) -> list[ParamMeta]:
 def _fits(sent: tuple[int, ...], seen: tuple[int, ...]) -> bool:
     """``seen`` is cut to one row, so only the rest of the shape can be compared."""
     return len(sent) == len(seen) and sent[1:] == seen[1:]
+
+
+def check_base(update: UpdateSpec, left_out: list[str] | None, *, holds: int | None, engine: str) -> None:
+    """`BaseMissing` for a part of the model, or what may be one, unless the server still says the base's version.
+
+    SGLang knows versions and no updates, and not whether it is torn: those the source must know.
+    """
+    if update.strict or left_out == [] or (update.base is not None and update.base.version == holds):
+        return
+    has = "no version" if holds is None else f"version {holds}"
+    wanted = "one that this update builds on" if update.base is None else f"version {update.base.version}"
+    raise base_missing(f"it holds {has}, not {wanted}", left_out or (), holds=holds, engine=engine)

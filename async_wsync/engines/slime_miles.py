@@ -16,7 +16,7 @@ from async_wsync.engines import sglang_wire as wire
 from async_wsync.engines.checkpoint_index import read_index
 from async_wsync.engines.http import FIELDS
 from async_wsync.engines.replies import failure_in, looks_collective, short
-from async_wsync.engines.sglang_names import against_index
+from async_wsync.engines.sglang_names import Findings, against_index, check_base
 from async_wsync.engines.sglang_wire import Selector
 from async_wsync.errors import EngineBusy, EngineDied, EngineFailed, EngineRejected, EngineTimeout
 from async_wsync.runtime.object_refs import RemoteDied, RemoteRaised, await_ref, submit
@@ -24,6 +24,8 @@ from async_wsync.runtime.threads import DaemonWorker
 from async_wsync.types import BucketSpec, Call, EngineInfo, EngineState, GroupSpec, PauseMode, UpdateSpec, WireFormat
 
 __all__ = ["SGLangActor"]
+
+_UNKNOWN = "unknown"
 
 
 class SGLangActor:
@@ -95,18 +97,31 @@ class SGLangActor:
         except EngineDied:
             raise
         except EngineFailed:
-            return "unknown"  # its worker can't import this package; restarts go unnoticed then
+            return _UNKNOWN  # its worker can't import this package; restarts go unnoticed then
 
     async def check(self, call: Call, update: UpdateSpec) -> tuple[str, ...]:
-        if self._checkpoint is None:
-            return ("names and shapes were not checked: no checkpoint= was given",)
-        index = await self._files.run(read_index, self._checkpoint)
-        if index is None:
-            return (f"names and shapes were not checked: no safetensors checkpoint at {self._checkpoint}",)
-        found = against_index(update, index)
+        found = await self._look(update)
         if found.bad:
             raise found.rejection(engine=self._name)
+        if not update.strict and found.left_out != []:
+            check_base(update, found.left_out, holds=await self._held(call, update), engine=self._name)
         return tuple(found.notes)
+
+    async def _look(self, update: UpdateSpec) -> Findings:
+        if self._checkpoint is None:
+            return Findings(notes=["names and shapes were not checked: no checkpoint= was given"])
+        index = await self._files.run(read_index, self._checkpoint)
+        if index is None:
+            words = f"names and shapes were not checked: no safetensors checkpoint at {self._checkpoint}"
+            return Findings(notes=[words])
+        return against_index(update, index)
+
+    async def _held(self, call: Call, update: UpdateSpec) -> int | None:
+        """The version it says; one that can't say is believed as long as its process is known to be the same."""
+        if self._has("get_weight_version"):
+            return wire.version_number(await self._tell("get_weight_version", {}, call, "check"))
+        known = await self._incarnation(call) != _UNKNOWN
+        return update.base.version if known and update.base is not None else None
 
     # ------------------------------------------------------------------------- the group
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -13,7 +13,7 @@ from async_wsync.core.module_names import module_state
 from async_wsync.engines.rejection import rejection
 from async_wsync.types import BucketSpec, Manifest, ParamMeta, WireFormat
 
-__all__ = ["BucketLanding", "Model", "check_manifest", "model_device", "named_targets"]
+__all__ = ["BucketLanding", "Model", "check_manifest", "covered", "model_device", "named_targets"]
 
 Model = nn.Module | Mapping[str, torch.Tensor] | Callable[[], Mapping[str, torch.Tensor]]
 """A module, its tensors by name, or a function that returns them."""
@@ -39,15 +39,17 @@ def model_device(model: Model) -> torch.device:
     return next((tensor.device for tensor in tensors if isinstance(tensor, torch.Tensor)), torch.device("cpu"))
 
 
-def check_manifest(manifest: Manifest, targets: Mapping[str, torch.Tensor], *, strict: bool) -> tuple[str, ...]:
-    """`EngineRejected`, with complete lists, unless each tensor sent has a target of its dtype and shape.
+def check_manifest(manifest: Manifest, targets: Mapping[str, torch.Tensor], *, strict: bool) -> list[str]:
+    """`EngineRejected`, with complete lists, unless each tensor sent has a target of its dtype and shape, and memory
+    that no other tensor is sent into.
 
     ``strict``: each target must be sent, too; one that shares its storage with a target that is sent counts.
-    Returns notes on what was let pass.
+    Returns the names of the targets that are left out.
     """
     metas = {meta.name: meta for meta in manifest.params}
     sent = [*metas, *(alias for alias, _ in manifest.aliases)]
     originals = {**{name: name for name in metas}, **dict(manifest.aliases)}
+    sources = {**originals, **dict(manifest.tied)}
     unknown = [name for name in sent if name not in targets]
     mismatched = []
     for name in sent:
@@ -56,16 +58,25 @@ def check_manifest(manifest: Manifest, targets: Mapping[str, torch.Tensor], *, s
             mismatched.append(f"{name}: an alias of {originals[name]!r}, which is not sent")
         elif target is not None and (why := _mismatch(meta, target)):
             mismatched.append(f"{name}: {why}")
+    mismatched += [f"{alias}: sent, and named as an alias" for alias, _ in manifest.aliases if alias in metas]
+    for name, other in _same_memory({name: targets[name] for name in sent if name in targets}):
+        if sources[name] != sources[other]:
+            mismatched.append(f"{name}: one memory with {other!r} here, and the update sends both, not tied")
     missing = _missing(set(sent), targets)
     if unknown or mismatched or (strict and missing):
         raise rejection(unknown=unknown, missing=missing if strict else [], mismatched=mismatched, known=targets.keys())
-    return (f"{len(missing)} tensors keep their old values",) if missing else ()
+    return missing
 
 
 def _mismatch(meta: ParamMeta, target: torch.Tensor) -> str | None:
     if target.shape != meta.shape or dtype_name(target.dtype) != meta.dtype:
         return f"sent {meta.dtype} {list(meta.shape)}, here {dtype_name(target.dtype)} {list(target.shape)}"
     return "a meta tensor here, it can hold no weights" if target.device.type == "meta" else None
+
+
+def covered(sent: set[str], targets: Mapping[str, torch.Tensor]) -> set[str]:
+    """``sent``, and the targets that have their memory under other names."""
+    return sent | (targets.keys() - _missing(sent, targets))
 
 
 def _missing(sent: set[str], targets: Mapping[str, torch.Tensor]) -> list[str]:
@@ -75,6 +86,26 @@ def _missing(sent: set[str], targets: Mapping[str, torch.Tensor]) -> list[str]:
         return []
     covered = {_place(targets[name]) for name in sent if name in targets and targets[name].numel()}
     return [name for name in unsent if _place(targets[name]) not in covered]
+
+
+def _same_memory(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str]]:
+    """Pairs of names that have an element in common. Views that only interleave have none."""
+    spans = sorted(
+        (str(tensor.device), tensor.data_ptr(), name)
+        for name, tensor in tensors.items()
+        if tensor.numel() and tensor.device.type != "meta"
+    )
+    before: tuple[str, int, str] | None = None
+    end = 0  # of what `before` occupies
+    for device, start, name in spans:
+        tensor = tensors[name]
+        if before is not None and before[0] == device and start < end:
+            dense = tensor.is_contiguous() and tensors[before[2]].is_contiguous()
+            if start == before[1] or dense:
+                yield name, before[2]
+        extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        if before is None or before[0] != device or start + (extent + 1) * tensor.itemsize > end:
+            before, end = (device, start, name), start + (extent + 1) * tensor.itemsize
 
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:

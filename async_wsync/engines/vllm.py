@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from async_wsync.engines import vllm_wire as wire
 from async_wsync.engines.http import FIELDS, JsonServer
+from async_wsync.engines.rejection import base_missing
 from async_wsync.engines.vllm_control import ActorControl, At, Control, HttpControl, hinted, unseen_replica
 from async_wsync.errors import EngineBusy, EngineDied, EngineFailed, EngineTimeout
 from async_wsync.runtime.object_refs import RemoteDied, RemoteRaised
@@ -73,15 +74,16 @@ class VLLMEngine:
             replies = await self._ask("hello", call, at)
             version = await self._alive(self._control.get_version(at), at)
         first = replies[0].value
-        versions = {reply.value["version"] for reply in replies}
+        versions = {(reply.value["version"], reply.value["update_id"]) for reply in replies}
         state = max((EngineState(reply.state) for reply in replies), key=_gravity)
         if len(versions) > 1 and _gravity(state) < _gravity(EngineState.TORN):
             state = EngineState.TORN
-        mine = versions.pop() if len(versions) == 1 else None
+        mine, update_id = versions.pop() if len(versions) == 1 else (None, None)
         notes = () if mine is None or version == str(mine) else (f"vLLM calls its weights {version!r}",)
         return EngineInfo(
             incarnation="-".join(reply.incarnation for reply in replies),
             version=mine,
+            update_id=update_id,
             state=state,
             device=first["device"],
             host=first["host"],
@@ -95,7 +97,12 @@ class VLLMEngine:
             found = wire.Findings.merge([wire.Findings(**_tuples(reply.value)) for reply in replies])
             if found.bad:
                 raise found.rejection(engine=self.name)
-        return found.notes
+            if found.left_out and found.lacks:
+                torn = any(EngineState(reply.state) is EngineState.TORN for reply in replies)
+                why = "; ".join(found.lacks)
+                raise base_missing(why, found.left_out, holds=None, torn=torn, engine=self.name)
+        kept = (f"{len(found.left_out)} tensors keep their old values",) if found.left_out else ()
+        return (*found.notes, *kept)
 
     async def checksums(self, call: Call) -> dict[str, str] | None:
         """None: vLLM's tensors are fused, sharded and repacked, so that no digest of one equals the source's."""

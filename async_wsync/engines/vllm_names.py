@@ -45,6 +45,7 @@ class _Target:
     storage: int | None
     given: int = 0
     names: set[str] = field(default_factory=set)
+    given_by: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -58,14 +59,13 @@ class _Trial:
     def take(self, target: _Target, numel: int, loaded: torch.Tensor | None) -> None:
         target.given += numel
         target.names.add(self.current)
+        target.given_by[self.current] = target.given_by.get(self.current, 0) + numel
         self.taken[self.current] = self.taken.get(self.current, 0) + numel
         if loaded is not None and loaded.dtype != target.tensor.dtype:
             self.dtypes[self.current] = (str(loaded.dtype)[6:], str(target.tensor.dtype)[6:])
 
 
-def inspect_manifest(
-    model: nn.Module, model_config: Any, manifest: Manifest, *, strict: bool, tp_size: int
-) -> Findings:
+def inspect_manifest(model: nn.Module, model_config: Any, manifest: Manifest, *, tp_size: int) -> Findings:
     """How ``model`` would take the manifest. The model is as before afterwards; needs vLLM's thread."""
     originals = {meta.name: meta for meta in manifest.params}
     metas = list(manifest.params)
@@ -75,11 +75,13 @@ def inspect_manifest(
     trial = _Trial()
     with _counting(model, model_config, trial) as targets:
         errors = _try_all(model, metas, trial, targets)
-        missing = _missing(model, targets, {m.name for m in metas}, errors) if strict else []
+        missing = _missing(model, targets, {m.name for m in metas}, errors)
+        sources = {**{m.name: m.name for m in metas}, **dict(manifest.aliases), **dict(manifest.tied)}
+        clashes = _clashes(targets, sources)
     ignored = {m.name for m in metas if m.name not in trial.taken and _may_be_ignored(m.name, model_config)}
     unknown = [n for n in errors if n not in trial.taken and n not in ignored]
     unused = [m.name for m in metas if m.name not in {*trial.taken, *errors, *ignored}]
-    mismatched = [f"{n}: {errors[n]}" for n in errors if n in trial.taken]
+    mismatched = [f"{n}: {errors[n]}" for n in errors if n in trial.taken] + clashes
     mismatched += [
         f"{m.name}: sent {list(m.shape)}, {trial.taken[m.name]} of its {math.prod(m.shape)} elements would be used"
         for m in metas
@@ -126,6 +128,7 @@ def _try_all(model: nn.Module, metas: list[ParamMeta], trial: _Trial, targets: l
     trial.dtypes.clear()
     for target in targets:
         target.given = 0
+        target.given_by.clear()
     errors: dict[str, str] = {}
     for meta in metas:
         try:
@@ -144,6 +147,21 @@ def _load(model: nn.Module, metas: Iterable[ParamMeta], trial: _Trial) -> None:
 
     load_weights: Callable[[Any], Any] = model.load_weights  # type: ignore[assignment]
     load_weights(tensors())
+
+
+def _clashes(targets: list[_Target], sources: Mapping[str, str]) -> list[str]:
+    """Names that would each fill a whole matrix which another one fills too: tied here, and not in the update."""
+    found: list[str] = []
+    for target in targets:
+        if target.tensor.dim() < 2:
+            continue  # scales and the like may be given several times, for loaders that take the largest
+        whole = [name for name, given in target.given_by.items() if given >= target.wanted > 0]
+        found += [
+            f"{name}: one parameter with {whole[0]!r} here ({target.name}), and the update sends both, not tied"
+            for name in whole[1:]
+            if sources.get(name) != sources.get(whole[0])
+        ]
+    return found
 
 
 def _missing(model: nn.Module, targets: list[_Target], sent: set[str], errors: Mapping[str, str]) -> list[str]:

@@ -19,9 +19,9 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -49,8 +49,8 @@ class Loader(Protocol):
 
     device: torch.device
 
-    def inspect(self, manifest: Manifest, *, strict: bool) -> wire.Findings:
-        """Would the model take these tensors? Changes nothing."""
+    def inspect(self, manifest: Manifest) -> wire.Findings:
+        """Would the model take these tensors, and which others are missing? Changes nothing."""
         ...
 
     def open(self) -> None: ...
@@ -189,6 +189,7 @@ class VLLMReceiver:
             "rank": self._rank,
             "num_ranks": self._num_ranks,
             "version": self._ledger.version,
+            "update_id": self._ledger.update_id,
             "device": str(self._loader.device),
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -213,15 +214,21 @@ class VLLMReceiver:
             return asdict(self._check_only(update))
         if self._checked is None or self._checked.key != key:
             self._drop_stale()
-            findings = self._loader.inspect(update.manifest, strict=update.strict)
-            self._checked = _Checked(key, findings, frozenset(update.manifest.params))
-        return asdict(self._checked.findings)
+            self._checked = _Checked(key, self._inspect(update), frozenset(update.manifest.params))
+        findings = self._checked.findings
+        with self._changed:
+            why = self._ledger.lacks(update.base, Part(source="", update=update).names()) if findings.left_out else ""
+        return asdict(replace(findings, lacks=(why,) if why else ()))
+
+    def _inspect(self, update: UpdateSpec) -> wire.Findings:
+        findings = self._loader.inspect(update.manifest)
+        return findings if update.strict else replace(findings, missing=(), left_out=findings.missing)
 
     def _check_only(self, update: UpdateSpec) -> wire.Findings:
         """For a caller without the lock. Another's update may be between its check and its end, and is left alone."""
         if self._loading:
             raise EngineBusy("an update is open, or was left open: ask again later, or send one that closes it")
-        return self._loader.inspect(update.manifest, strict=update.strict)
+        return self._inspect(update)
 
     def _drop_stale(self) -> None:
         """Whoever may check has the lock: an update that is open now was left open by a source that is gone."""
@@ -389,7 +396,15 @@ class VLLMReceiver:
     def _end(self, call: Call, request: Mapping[str, Any]) -> None:
         self._load_landed()
         with self._changed:
-            self._closing = self._ledger.check_complete(request["update_id"])
+            self._closing = self._ledger.check_complete(request["update_id"], self._covered)
+
+    def _covered(self, sent: set[str]) -> Iterable[str]:
+        """What holds new values once all parts are loaded: a tied name may have come under another one before."""
+        checked = self._checked
+        whole = (
+            checked is not None and not checked.findings.left_out and sent.issuperset(m.name for m in checked.params)
+        )
+        return self._ledger.suspects | sent if whole else sent
 
     def _publish(self, call: Call, request: Mapping[str, Any]) -> None:
         with self._changed:

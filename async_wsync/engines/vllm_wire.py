@@ -16,7 +16,7 @@ from typing import Any
 from async_wsync.engines.rejection import rejection
 from async_wsync.engines.replies import looks_collective
 from async_wsync.errors import BroadcastFailed, EngineBusy, EngineFailed, EngineRejected, StaleCall
-from async_wsync.types import BucketSpec, Call, GroupSpec, Manifest, ParamMeta, UpdateSpec
+from async_wsync.types import Base, BucketSpec, Call, GroupSpec, Manifest, ParamMeta, UpdateSpec
 
 __all__ = [
     "UNSEEN_REPLICA",
@@ -64,10 +64,12 @@ def encode_update(update: UpdateSpec) -> dict[str, Any]:
         "version": update.version,
         "group": update.group,
         "strict": update.strict,
+        "base": None if update.base is None else asdict(update.base),
         "names": [m.name for m in params],
         "dtypes": [m.dtype for m in params],
         "shapes": [list(m.shape) for m in params],
         "aliases": [list(pair) for pair in update.manifest.aliases],
+        "tied": [list(pair) for pair in update.manifest.tied],
         "buckets": buckets,
     }
 
@@ -76,6 +78,7 @@ def decode_update(fields: Mapping[str, Any]) -> UpdateSpec:
     columns = zip(fields["names"], fields["dtypes"], fields["shapes"], strict=True)
     params = tuple(ParamMeta(name=n, dtype=d, shape=tuple(s)) for n, d, s in columns)
     aliases = tuple((alias, name) for alias, name in fields["aliases"])
+    tied = tuple((again, name) for again, name in fields["tied"])
     buckets = tuple(
         BucketSpec(index=b["index"], nbytes=b["nbytes"], params=tuple(params[i] for i in b["params"]))
         for b in fields["buckets"]
@@ -85,7 +88,8 @@ def decode_update(fields: Mapping[str, Any]) -> UpdateSpec:
         version=fields["version"],
         group=fields["group"],
         strict=fields["strict"],
-        manifest=Manifest(params=params, aliases=aliases),
+        base=None if fields["base"] is None else Base(**fields["base"]),
+        manifest=Manifest(params=params, aliases=aliases, tied=tied),
         buckets=buckets,
     )
 
@@ -111,12 +115,16 @@ class Reply:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
     """How one rank finds a manifest. ``unused`` was taken without an error and put nowhere on this rank: on another
-    rank, as with pipeline stages, or nowhere at all. Names come with what is wrong where that helps."""
+    rank, as with pipeline stages, or nowhere at all. Names come with what is wrong where that helps. ``left_out`` is
+    what is missing in an update that need not be strict, and ``lacks`` why this rank does not hold what such an update
+    builds on."""
 
     unknown: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     mismatched: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    lacks: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -133,7 +141,12 @@ class Findings:
         nowhere = set(ranks[0].unused).intersection(*(rank.unused for rank in ranks[1:]))
         unknown = dict.fromkeys([*union("unknown"), *(n for n in ranks[0].unused if n in nowhere)])
         return Findings(
-            unknown=tuple(unknown), missing=union("missing"), mismatched=union("mismatched"), notes=union("notes")
+            unknown=tuple(unknown),
+            missing=union("missing"),
+            mismatched=union("mismatched"),
+            left_out=union("left_out"),
+            lacks=union("lacks"),
+            notes=union("notes"),
         )
 
     def rejection(self, *, engine: str = "") -> EngineRejected:

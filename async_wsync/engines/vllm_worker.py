@@ -66,9 +66,9 @@ class LayerwiseLoader:
         model: nn.Module = self._engine.model
         return model
 
-    def inspect(self, manifest: Manifest, *, strict: bool) -> Findings:
+    def inspect(self, manifest: Manifest) -> Findings:
         tp_size = self._engine.parallel_config.tensor_parallel_size
-        return inspect_manifest(self._model, self._engine.model_config, manifest, strict=strict, tp_size=tp_size)
+        return inspect_manifest(self._model, self._engine.model_config, manifest, tp_size=tp_size)
 
     def open(self) -> None:
         initialize_layerwise_reload(self._model)

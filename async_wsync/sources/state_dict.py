@@ -67,7 +67,8 @@ class StateDictSource:
         return any(is_sharded(tensor) for _, tensor in self._named())
 
     def manifest(self) -> Manifest:
-        manifest = describe(self._named(), dtype=self._dtype, tied_once=self._tied_once)
+        once = self._tied_once
+        manifest = describe(self._named(), dtype=self._dtype, tied_once=once, tied_each=not once)
         self._aliases = dict(manifest.aliases)
         return manifest
 

@@ -73,14 +73,18 @@ def wire_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and castable else tensor.dtype
 
 
-def describe(named: Iterable[Named], *, dtype: torch.dtype | None, tied_once: bool) -> Manifest:
+def describe(
+    named: Iterable[Named], *, dtype: torch.dtype | None, tied_once: bool, tied_each: bool = False
+) -> Manifest:
     """The manifest of these tensors; ValueError for a name that comes twice or a tensor that cannot be sent.
 
     Tensors are tied if they are one view of one memory. All are held until the end, so that no address
-    is used twice meanwhile: for tensors made on the fly pass ``tied_once=False``.
+    is used twice meanwhile: for tensors made on the fly pass ``tied_once=False``. ``tied_each``: tied tensors are sent
+    each, and the manifest says that they are equal.
     """
     params: list[ParamMeta] = []
     aliases: list[tuple[str, str]] = []
+    tied: list[tuple[str, str]] = []
     names: set[str] = set()
     first_of: dict[object, tuple[str, torch.Tensor]] = {}
     for name, tensor in named:
@@ -88,12 +92,14 @@ def describe(named: Iterable[Named], *, dtype: torch.dtype | None, tied_once: bo
         if name in names:
             raise ValueError(f"{name!r} comes twice")
         names.add(name)
-        original = first_of.setdefault(_identity(tensor), (name, tensor))[0] if tied_once else name
-        if original != name:
+        original = first_of.setdefault(_identity(tensor), (name, tensor))[0] if tied_once or tied_each else name
+        if original != name and tied_once:
             aliases.append((name, original))
-        else:
-            params.append(param_meta(name, tensor, dtype=wire_dtype(tensor, dtype)))
-    return Manifest(params=tuple(params), aliases=tuple(aliases))
+            continue
+        params.append(param_meta(name, tensor, dtype=wire_dtype(tensor, dtype)))
+        if original != name:
+            tied.append((name, original))
+    return Manifest(params=tuple(params), aliases=tuple(aliases), tied=tuple(tied))
 
 
 def _identity(tensor: torch.Tensor) -> object:

@@ -26,12 +26,12 @@ class DictLoader:
         self.opened = False
         self.kept: list[bool] = []
 
-    def inspect(self, manifest: Manifest, *, strict: bool) -> Findings:
+    def inspect(self, manifest: Manifest) -> Findings:
         assert not self.opened, "a trial load needs a model that is whole"
         metas = {meta.name: meta for meta in manifest.params}
         return Findings(
             unused=tuple(name for name in metas if name not in self.tensors),
-            missing=tuple(name for name in self.tensors if name not in metas) if strict else (),
+            missing=tuple(name for name in self.tensors if name not in metas),
             mismatched=tuple(
                 name
                 for name, meta in metas.items()

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,8 +18,10 @@ from async_wsync.core.checksum import model_digests
 from async_wsync.engines import protocol as p
 from async_wsync.engines.ledger import WeightLedger
 from async_wsync.engines.receiver import WeightReceiver
+from async_wsync.engines.targets import check_manifest
 from async_wsync.engines.tickets import Tickets
 from async_wsync.errors import (
+    BaseMissing,
     EngineBusy,
     EngineFailed,
     EngineNotServing,
@@ -27,7 +30,8 @@ from async_wsync.errors import (
     StaleCall,
     StaleFence,
 )
-from async_wsync.types import EngineState, Manifest, ParamMeta, PauseMode
+from async_wsync.sources import StateDictSource
+from async_wsync.types import Base, EngineState, Manifest, ParamMeta, PauseMode
 from tests.receiver_driver import (
     a_call,
     a_request,
@@ -413,7 +417,7 @@ async def test_what_waited_behind_a_newer_source_is_refused_when_its_turn_comes(
     receiver = a_receiver(on_flush=lambda: release.wait(30))
     start(receiver, p.Flush(), a_call(fence=1))
     queued = start(receiver, p.Resume(), a_call(source="old", fence=1))
-    newer = start(receiver, p.Check(p.pack_update(update_of(EMPTY, strict=False))), a_call(source="new", fence=2))
+    newer = start(receiver, p.Checksums(), a_call(source="new", fence=2))
     release.set()
     with pytest.raises(StaleFence):
         await outcome(receiver, queued)
@@ -450,7 +454,9 @@ async def test_a_part_of_the_model_is_taken_where_the_update_is_not_strict() -> 
     part = Manifest(params=manifest_of(model).params[:1])
     with pytest.raises(EngineRejected):
         await ask(receiver, p.Check(p.pack_update(update_of(part))))
-    notes = await ask(receiver, p.Check(p.pack_update(update_of(part, strict=False))))
+    await an_empty_update(receiver, version=1)
+    update = replace(update_of(part, strict=False), base=Base(version=1, update_id=None))
+    notes = await ask(receiver, p.Check(p.pack_update(update)))
     assert "1 tensors keep" in notes[0]
 
 
@@ -461,6 +467,109 @@ async def test_a_name_tied_at_the_engine_need_not_be_sent() -> None:
     with pytest.raises(EngineRejected) as refused:
         await ask(receiver, p.Check(p.pack_update(update_of(manifest))))
     assert refused.value.missing == ("empty", "void"), "empty tensors share nothing"
+
+
+async def check_part(receiver: WeightReceiver, names: set[str], base: Base | None) -> tuple[str, ...]:
+    full = manifest_of(receiver._reception.desk.model)  # type: ignore[arg-type]
+    part = Manifest(params=tuple(meta for meta in full.params if meta.name in names))
+    update = replace(update_of(part, strict=False), base=base)
+    return tuple(await ask(receiver, p.Check(p.pack_update(update))))
+
+
+async def test_a_part_is_refused_in_check_unless_its_base_is_what_was_published_here() -> None:
+    receiver = a_receiver()
+    with pytest.raises(BaseMissing) as fresh:
+        await check_part(receiver, {"bias"}, None)
+    assert (fresh.value.missing, fresh.value.holds, fresh.value.torn) == (("weight",), None, False)
+    assert await check_part(receiver, {"bias", "weight"}, None) == (), "it covers everything"
+    await an_empty_update(receiver, version=7)
+    held = (await ask(receiver, p.Hello())).update_id
+    assert "keep their old values" in (await check_part(receiver, {"bias"}, Base(version=7, update_id=held)))[0]
+    for base in (None, Base(version=6, update_id=None), Base(version=7, update_id="another source's")):
+        with pytest.raises(BaseMissing, match=r"another update|version 7, ") as behind:
+            await check_part(receiver, {"bias"}, base)
+        assert behind.value.holds == 7
+
+
+async def test_a_torn_engine_refuses_in_check_what_would_not_heal_it() -> None:
+    receiver = a_receiver()
+    await an_empty_update(receiver, version=7)
+    receiver._reception.desk.ledger.suspect(["weight"])
+    with pytest.raises(BaseMissing, match="weight may hold a mix") as torn:
+        await check_part(receiver, {"bias"}, Base(version=7, update_id=None))
+    assert (torn.value.torn, torn.value.holds) == (True, None)
+    await check_part(receiver, {"weight"}, Base(version=7, update_id=None))  # what it tore is sent again
+
+
+async def test_a_tied_tensor_that_was_torn_under_one_name_is_healed_under_the_other() -> None:
+    shared = torch.zeros(3)
+    receiver = WeightReceiver({"a": shared, "b": shared, "c": torch.zeros(2)})
+    receiver._reception.desk.ledger.suspect(["b"])
+    metas = (ParamMeta(name="a", dtype="float32", shape=(3,)), ParamMeta(name="c", dtype="float32", shape=(2,)))
+    whole = Manifest(params=metas)
+    assert await ask(receiver, p.Check(p.pack_update(update_of(whole)))) == ()
+    ledger = receiver._reception.desk.ledger
+    update = update_of(Manifest(params=metas))
+    part = ledger.begin(update, "trainer", receiver._reception.desk.model)  # type: ignore[arg-type]
+    part.landed.update(part.buckets)
+    await ask(receiver, p.End(update.update_id))
+
+
+def of(*names: str, aliases: tuple[tuple[str, str], ...] = (), tied: tuple[tuple[str, str], ...] = ()) -> Manifest:
+    shapes = {"fused": (4, 4), "wide": (4, 4), "left": (4, 2), "right": (4, 2)}
+    metas = tuple(ParamMeta(name=n, dtype="float32", shape=shapes.get(n, (2, 4))) for n in names)
+    return Manifest(params=metas, aliases=aliases, tied=tied)
+
+
+async def test_names_tied_here_and_sent_untied_are_refused_by_name() -> None:
+    shared = torch.zeros(2, 4)
+    receiver = WeightReceiver({"embed": shared, "head": shared, "other": torch.zeros(2, 4)})
+    with pytest.raises(EngineRejected, match="one memory") as refused:
+        await ask(receiver, p.Check(p.pack_update(update_of(of("embed", "head", "other")))))
+    assert len(refused.value.mismatched) == 1
+    assert "head" in refused.value.mismatched[0]
+    assert "embed" in refused.value.mismatched[0]
+    fine = (
+        of("embed", "other"),
+        of("head", "other"),
+        of("embed", "other", aliases=(("head", "embed"),)),
+        of("head", "other", aliases=(("embed", "head"),)),
+        of("embed", "head", "other", tied=(("head", "embed"),)),
+    )
+    for manifest in fine:
+        assert await ask(receiver, p.Check(p.pack_update(update_of(manifest)))) == ()
+    for wrong in (
+        of("embed", "other", aliases=(("head", "other"),)),
+        of("other", "head", aliases=(("embed", "other"),)),
+    ):
+        with pytest.raises(EngineRejected, match="one memory"):
+            await ask(receiver, p.Check(p.pack_update(update_of(wrong))))
+    with pytest.raises(EngineRejected, match="head: sent, and named as an alias"):
+        await ask(
+            receiver, p.Check(p.pack_update(update_of(of("embed", "head", "other", aliases=(("head", "embed"),)))))
+        )
+
+
+def test_views_that_overlap_are_one_memory_and_views_that_interleave_are_not() -> None:
+    fused, wide = torch.zeros(4, 4), torch.zeros(4, 4)
+    targets = {"fused": fused, "top": fused[:2], "bottom": fused[2:], "left": wide[:, :2], "right": wide[:, 2:]}
+    check_manifest(of("top", "bottom", "left", "right"), targets, strict=False)
+    check_manifest(of("fused"), targets, strict=False)
+    for names in (("fused", "top"), ("fused", "bottom")):
+        with pytest.raises(EngineRejected, match="one memory"):
+            check_manifest(of(*names), targets, strict=False)
+    with pytest.raises(EngineRejected, match="one memory"):
+        check_manifest(of("wide", "left"), {"wide": wide, "left": wide[:, :2]}, strict=False)
+
+
+def test_a_manifest_says_which_tensors_it_sends_twice() -> None:
+    shared = torch.zeros(2, 4)
+    mapping = {"embed": shared, "head": shared, "other": torch.zeros(2, 4)}
+    each, once = StateDictSource(mapping, tied="each").manifest(), StateDictSource(mapping).manifest()
+    assert (each.tied, each.aliases) == ((("head", "embed"),), ())
+    assert (once.tied, once.aliases) == ((), (("head", "embed"),))
+    assert p.unpack_update(p.pack_update(update_of(each))).manifest == each
+    assert each.fingerprint() != Manifest(params=each.params).fingerprint()
 
 
 async def test_an_alias_of_what_is_not_sent_and_a_meta_target_are_refused() -> None:
