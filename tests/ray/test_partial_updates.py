@@ -25,7 +25,7 @@ from async_wsync import (
 )
 from async_wsync.rounds import UpdateRound
 from async_wsync.testing import Fault
-from tests.ray.fleet import LIMITS, NUM_BUCKETS, Rig, a_model, a_source, failure_of, heals, until
+from tests.ray.fleet import LIMITS, NUM_BUCKETS, Rig, a_model, a_source, failure_of, heals
 
 BASE, NEXT = 21, 22
 
@@ -272,36 +272,3 @@ async def test_in_a_round_what_all_send_together_counts(rig: Rig, lock: Broadcas
         for name in ("e0", "e2"):
             assert await was_left_alone(rig, name, moment)
         assert await rig.holds("e0", mixed(1, 3))
-
-
-# ------------------------------------------------------------- groups of their own, and late engines
-
-
-async def test_a_late_engine_and_one_that_never_took_part_are_dropped_at_the_same_limit(rig: Rig) -> None:
-    """e1 stops; e0 answers without its broadcast, which so waits for it: nobody spins, and e2 goes on."""
-    limits = replace(LIMITS, bucket=1.2, drain=0.5, close=0.5)
-    options: dict[str, Any] = {"topology": "per_engine", "on_engine_failure": "drop", "timeouts": limits}
-    async with rig.broadcaster(num_buffers=4, **options) as broadcaster:
-        await heals(rig, broadcaster)
-        await rig.script("e1", Fault(do="stop"))
-        await rig.script("e0", Fault(do="skip"))
-        began, busy = time.monotonic(), time.thread_time()
-        report = await broadcaster.update_weights(a_source(2), version=rig.next_version())
-        seconds, busy = time.monotonic() - began, time.thread_time() - busy
-        assert await rig.fired("e0") == ["skip at receive"]
-        rig.kill("e1", signal.SIGCONT)
-        assert await rig.fired("e1") == ["stop at receive"]
-        assert set(report.dropped) == {"e0", "e1"}
-        assert broadcaster.current_engines() == ("e2",)
-        assert await rig.holds("e2", a_model(2))
-        assert seconds < 1.2 + limits.drain + 2.0
-        assert busy < 0.7, f"the loop was busy for {busy:.2f} of {seconds:.2f} s"
-
-        async def all_answer() -> bool:
-            try:
-                await broadcaster.update_weights(a_source(77), version=rig.next_version())
-            except UpdateFailed:
-                return False
-            return len(broadcaster.current_engines()) == 3
-
-        await until(all_answer)
