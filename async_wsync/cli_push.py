@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from async_wsync.errors import EngineDied, EngineFailed, EngineRejected, WeightSyncError
+from async_wsync.errors import BaseMissing, EngineDied, EngineFailed, EngineRejected, WeightSyncError
 
 if TYPE_CHECKING:
     from async_wsync.types import RolloutEngine
@@ -55,7 +55,9 @@ def add_push_command(commands: argparse._SubParsersAction[argparse.ArgumentParse
     )
     push.add_argument("--version", type=int, metavar="N", help="default: one more than the highest any server has")
     push.add_argument("--verify", choices=("engines", "source"), help="compare checksums before the version is given")
-    push.add_argument("--partial", action="store_true", help="the checkpoint may lack some of the servers' tensors")
+    push.add_argument(
+        "--partial", action="store_true", help="the checkpoint may lack tensors, for servers on the last pushed version"
+    )
     push.add_argument("--dtype", metavar="NAME", help="cast floating point tensors, e.g. bfloat16")
     push.add_argument("--bucket-mb", type=float, default=64.0, metavar="MB", help="default: %(default)g")
     push.add_argument("--per-tensor", action="store_true", help="for SGLang servers too old for flattened buckets")
@@ -95,9 +97,11 @@ async def _push(arguments: argparse.Namespace) -> int:
     engines: list[RolloutEngine] = []
     try:
         await _meet(arguments, engines, limits.connect)
-        version = await _version(arguments.version, engines, limits.begin)
+        has = await _version_of(engines, limits.begin)
+        version = arguments.version if arguments.version is not None else (has or 0) + 1
+        base = has if arguments.partial else None
         if arguments.dry_run:
-            return await _dry_run(arguments, engines, source, version, limits.begin)
+            return await _dry_run(arguments, engines, source, version, base, limits.begin)
         async with WeightBroadcaster(
             engines,
             lock=None,
@@ -106,10 +110,11 @@ async def _push(arguments: argparse.Namespace) -> int:
             timeouts=limits,
             progress=not arguments.quiet,
             pause_mode=arguments.pause_mode,
+            min_engines=len(engines),
             master_address=arguments.master_address,
         ) as broadcaster:
             report = await broadcaster.update_weights(
-                source, version=version, strict=not arguments.partial, verify=arguments.verify
+                source, version=version, strict=not arguments.partial, base=base, verify=arguments.verify
             )
     finally:
         for engine in engines:
@@ -138,22 +143,27 @@ async def _meet(arguments: argparse.Namespace, engines: list[RolloutEngine], tim
         engines.append(engine)
 
 
-async def _version(wanted: int | None, engines: Sequence[RolloutEngine], timeout: float) -> int:
-    """The version to give; every server must answer for it."""
+async def _version_of(engines: Sequence[RolloutEngine], timeout: float) -> int | None:
+    """The highest version that a server has, None where no update gave one; every server must answer for it."""
     from async_wsync.types import Call
 
     call = Call(source="async-wsync push", fence=0, timeout=timeout)
     infos = await asyncio.gather(*(engine.hello(call) for engine in engines))
-    return wanted if wanted is not None else max((info.version or 0 for info in infos), default=0) + 1
+    return max((info.version for info in infos if info.version is not None), default=None)
 
 
 async def _dry_run(
-    arguments: argparse.Namespace, engines: Sequence[RolloutEngine], source: Any, version: int, timeout: float
+    arguments: argparse.Namespace,
+    engines: Sequence[RolloutEngine],
+    source: Any,
+    version: int,
+    base: int | None,
+    timeout: float,
 ) -> int:
     """Ask every server whether the checkpoint fits; say what each answers."""
     from async_wsync.core.buckets import plan_buckets
     from async_wsync.runtime.threads import DaemonWorker
-    from async_wsync.types import Call, UpdateSpec
+    from async_wsync.types import Base, Call, UpdateSpec
 
     files = DaemonWorker("push-manifest")
     manifest = await files.run(source.manifest)
@@ -166,6 +176,7 @@ async def _dry_run(
         buckets=buckets,
         group="",
         strict=not arguments.partial,
+        base=None if base is None else Base(version=base, update_id=None),
     )
     call = Call(source="async-wsync push", fence=0, timeout=timeout)
     answers = await asyncio.gather(*(engine.check(call, update) for engine in engines), return_exceptions=True)
@@ -226,6 +237,8 @@ def _advice(error: WeightSyncError) -> str:
         return (
             "check that the server runs and that its URL and port are right, then push again; a push heals the others"
         )
+    if isinstance(cause, BaseMissing):
+        return "push a whole checkpoint to that server once, without --partial"
     if isinstance(cause, EngineRejected):
         return "push a checkpoint of the model that the server was started with (--dry-run shows the differences)"
     if isinstance(cause, TimeoutError):

@@ -209,16 +209,17 @@ class VLLMReceiver:
         sent = [meta for bucket in update.buckets for meta in bucket.params]
         if sent and sent != list(update.manifest.params):
             raise EngineFailed("the buckets do not hold the manifest's tensors in the manifest's order")
-        key = f"{update.manifest.fingerprint()} {update.strict}"
-        if call.fence == _NO_LOCK:
-            return asdict(self._check_only(update))
-        if self._checked is None or self._checked.key != key:
-            self._drop_stale()
-            self._checked = _Checked(key, self._inspect(update), frozenset(update.manifest.params))
-        findings = self._checked.findings
+        findings = self._check_only(update) if call.fence == _NO_LOCK else self._check_once(update)
         with self._changed:
             why = self._ledger.lacks(update.base, Part(source="", update=update).names()) if findings.left_out else ""
         return asdict(replace(findings, lacks=(why,) if why else ()))
+
+    def _check_once(self, update: UpdateSpec) -> wire.Findings:
+        key = f"{update.manifest.fingerprint()} {update.strict}"
+        if self._checked is None or self._checked.key != key:
+            self._drop_stale()
+            self._checked = _Checked(key, self._inspect(update), frozenset(update.manifest.params))
+        return self._checked.findings
 
     def _inspect(self, update: UpdateSpec) -> wire.Findings:
         findings = self._loader.inspect(update.manifest)

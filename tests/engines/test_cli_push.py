@@ -108,6 +108,30 @@ def test_a_refused_checkpoint_has_its_own_exit_code_and_changes_nothing(
     assert all(float(tensor.abs().sum()) == 0 for server in servers for tensor in server.weights.values())
 
 
+def test_a_partial_checkpoint_needs_servers_on_the_version_that_was_pushed_last(
+    servers: list[SmallSGLang], tmp_path: Path, run: Run
+) -> None:
+    part = {"model.scale": tensors(2)["model.scale"]}
+    save_file(part, tmp_path / "model.safetensors")
+    done = run(tmp_path, *to(servers), "--partial", "--dry-run")
+    assert done.returncode == 3
+    assert f"{servers[1].url}: fits" in done.stdout
+    done = run(tmp_path, *to(servers), "--partial", "--backend", "gloo", "--quiet")
+    assert done.returncode == 3
+    assert f"{servers[0].url}: the update" in done.stderr
+    assert "without --partial" in done.stderr
+    assert [server.version for server in servers] == ["6", "9"]
+    assert all("/pause_generation" not in server.paths() for server in servers)
+
+    servers[0].version = "9"
+    done = run(tmp_path, *to(servers), "--partial", "--backend", "gloo", "--quiet")
+    assert done.returncode == 0, done.stderr
+    for server in servers:
+        assert server.version == "10"
+        assert torch.equal(server.weights["model.scale"], part["model.scale"])
+        assert float(server.weights["model.norm.weight"].abs().sum()) == 0
+
+
 def test_a_server_that_is_not_there_is_named_with_advice(
     servers: list[SmallSGLang], checkpoint: Path, run: Run
 ) -> None:

@@ -17,10 +17,18 @@ from safetensors.torch import save_file
 from async_wsync.broadcaster import WeightBroadcaster
 from async_wsync.core.buckets import lay_out, param_meta, plan_buckets, stage
 from async_wsync.engines.sglang import SGLangServer
-from async_wsync.errors import EngineBusy, EngineDied, EngineFailed, EngineRejected, EngineTimeout, UpdateFailed
+from async_wsync.errors import (
+    BaseMissing,
+    EngineBusy,
+    EngineDied,
+    EngineFailed,
+    EngineRejected,
+    EngineTimeout,
+    UpdateFailed,
+)
 from async_wsync.runtime.update_group import Rendezvous, UpdateGroup
 from async_wsync.sources import StateDictSource
-from async_wsync.types import Call, EngineState, Manifest, PauseMode, UpdateSpec, WireFormat
+from async_wsync.types import Base, Call, EngineState, Manifest, PauseMode, UpdateSpec, WireFormat
 from tests.engines.small_sglang import SmallSGLang
 
 CALL = Call(source="test", fence=1, timeout=20.0)
@@ -314,8 +322,32 @@ async def test_its_checkpoint_tells_unknown_missing_and_misshapen_names(
     assert "model.codes" in caught.value.mismatched[0]
 
     del weights["model.scales"], weights["model.codes"]
-    await engine.check(CALL, update_of(weights, strict=False))
+    small.version = "4"
+    await engine.check(CALL, update_of(weights, strict=False, base=Base(version=4, update_id="u")))
     assert "/get_weights_by_name" not in small.paths()
+
+
+@pytest.mark.parametrize("readable", [True, False])
+async def test_a_part_is_taken_by_a_server_that_still_says_the_version_it_builds_on(
+    small: SmallSGLang, adapt: Adapt, tmp_path: Path, readable: bool
+) -> None:
+    if readable:
+        save_checkpoint(tmp_path, tensors())
+        small.model_path = str(tmp_path)
+    engine, part = adapt(check_names=readable), {"model.scale": tensors()["model.scale"]}
+    for version, base in (("default", None), ("4", None), ("5", Base(version=4, update_id="u"))):
+        small.version = version
+        with pytest.raises(
+            BaseMissing, match="holds no version" if version == "default" else f"version {version}, "
+        ) as e:
+            await engine.check(CALL, update_of(part, strict=False, base=base))
+        assert e.value.holds == (None if version == "default" else int(version))
+        assert ("model.norm.weight" in e.value.missing) is readable
+    small.version = "4"
+    await engine.check(CALL, update_of(part, strict=False, base=Base(version=4, update_id="u")))
+    if readable:
+        assert await engine.check(CALL, update_of(tensors(), strict=False)) == (), "it covers everything"
+    await engine.check(CALL, update_of(tensors()))  # strict: the caller's word, where it can't be checked
 
 
 @pytest.mark.parametrize("ties", [True, False])

@@ -16,8 +16,9 @@ from async_wsync import UpdateFailed, WeightBroadcaster
 from async_wsync.core.buckets import plan_buckets
 from async_wsync.engines.vllm import VLLMEngine
 from async_wsync.engines.vllm_control import unseen_replica
+from async_wsync.engines.vllm_names import _clashes, _Target
 from async_wsync.engines.vllm_wire import UNSEEN_REPLICA, Findings, Reply, decode_update, encode_update
-from async_wsync.errors import EngineDied, EngineFailed, EngineRejected, RendezvousError, StaleFence
+from async_wsync.errors import BaseMissing, EngineDied, EngineFailed, EngineRejected, RendezvousError, StaleFence
 from async_wsync.runtime.object_refs import RemoteRaised
 from async_wsync.runtime.update_group import Rendezvous
 from async_wsync.sources import StateDictSource
@@ -142,6 +143,64 @@ async def test_a_failure_while_loading_tears_the_engine_and_the_next_update_heal
     assert all(same(loader.tensors, tensors(2.0)) for loader in engine.loaders)
     assert (await one.hello(call())).state is EngineState.CURRENT
     assert engine.paused is None
+
+
+async def test_a_part_goes_only_to_engines_that_hold_what_it_builds_on(engine: Engine) -> None:
+    newcomer = Engine(tensors(0.0), tensors(0.0))
+    one, other, part = adapter(engine), adapter(newcomer, "other"), {"norm": tensors(2.0)["norm"]}
+    async with broadcaster(one) as wb:
+        await wb.update_weights(StateDictSource(tensors(1.0)), version=1)
+        await wb.add_engines([other])
+        report = await wb.update_weights(StateDictSource(part), version=2, strict=False)
+        assert report.behind == ("other",)
+        assert any("keep their old values" in note for note in report.engines["vllm"].notes)
+        assert newcomer.paused is None
+        assert newcomer.version == "default"
+        assert all(same(loader.tensors, tensors(0.0)) for loader in newcomer.loaders)
+        assert all(same(loader.tensors, {**tensors(1.0), **part}) for loader in engine.loaders)
+        await wb.catch_up(StateDictSource({**tensors(1.0), **part}))
+        report = await wb.update_weights(StateDictSource(part), version=3, strict=False)
+        assert (report.behind, wb.current_engines()) == ((), ("vllm", "other"))
+    newcomer.close()
+
+
+async def test_a_torn_rank_refuses_a_part_before_anything_is_touched(engine: Engine) -> None:
+    one, part = adapter(engine), {"norm": tensors(2.0)["norm"]}
+    async with broadcaster(one) as wb:
+        await wb.update_weights(StateDictSource(tensors(1.0)), version=1)
+        engine.loaders[1].bad_name = "layers.3.weight"
+        with pytest.raises(UpdateFailed, match="cannot load"):
+            await wb.update_weights(StateDictSource(tensors(2.0)), version=2)
+        engine.loaders[1].bad_name = None
+        engine.paused = None  # what a pause would set again
+        with pytest.raises(BaseMissing, match="may hold a mix"):
+            await wb.update_weights(StateDictSource(part), version=3, strict=False)
+        assert engine.paused is None
+        assert wb.engine_states == {"vllm": EngineState.TORN}
+        await wb.update_weights(StateDictSource(tensors(3.0)), version=4)
+    assert all(same(loader.tensors, tensors(3.0)) for loader in engine.loaders)
+
+
+async def test_a_whole_update_heals_what_was_torn_under_another_name(engine: Engine) -> None:
+    one = adapter(engine)
+    for receiver in engine.receivers:
+        receiver._ledger.suspect(["lm_head.weight"])  # the tied name, which this source does not send
+    async with broadcaster(one) as wb:
+        await wb.update_weights(StateDictSource(tensors(1.0)), version=1)
+    assert (await one.hello(call())).state is EngineState.CURRENT
+
+
+def test_two_names_that_fill_one_matrix_are_refused_unless_the_update_ties_them() -> None:
+    def target(**given_by: int) -> _Target:
+        return _Target(name="embed", tensor=torch.zeros(4, 8), wanted=32, storage=None, given_by=given_by)
+
+    (clash,) = _clashes([target(embed=32, head=32)], {"embed": "embed", "head": "head"})
+    assert "head" in clash
+    assert "embed" in clash
+    assert _clashes([target(embed=32, head=32)], {"embed": "embed", "head": "embed"}) == []
+    assert _clashes([target(q=16, k=8, v=8)], {"q": "q", "k": "k", "v": "v"}) == []
+    scale = _Target(name="scale", tensor=torch.zeros(()), wanted=1, storage=None, given_by={"q": 1, "k": 1})
+    assert _clashes([scale], {"q": "q", "k": "k"}) == []
 
 
 async def _begun(one: VLLMEngine, by: Call, *, timeout: float = 10.0) -> tuple[Any, UpdateSpec]:

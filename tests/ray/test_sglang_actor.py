@@ -18,7 +18,7 @@ from async_wsync.broadcaster import WeightBroadcaster
 from async_wsync.core.checksum import model_digests
 from async_wsync.engines.slime_miles import SGLangActor
 from async_wsync.engines.torch_engine import TorchEngine
-from async_wsync.errors import EngineDied, EngineFailed, EngineRejected, UpdateFailed
+from async_wsync.errors import BaseMissing, EngineDied, EngineFailed, EngineRejected, UpdateFailed
 from async_wsync.sources import ModuleSource, StateDictSource
 from async_wsync.types import Call, EngineState, PauseMode, WireFormat
 from tests.conftest import RayCluster
@@ -158,6 +158,23 @@ async def test_with_its_checkpoint_names_are_checked_before_anything(miles: Any,
         assert caught.value.unknown == ("d.weight",)
         assert "/pause_generation" not in (await ray_value(miles.look.remote()))["paths"]
         await sender.update_weights(StateDictSource(weights(1)), version=3)
+
+
+async def test_a_part_goes_to_actors_that_hold_what_it_builds_on(miles: Any, slime: Any) -> None:
+    """slime's can't say their version, and are believed as long as their process is the same."""
+    part = StateDictSource({"a.weight": weights(2)["a.weight"]})
+    async with broadcaster(SGLangActor(miles, name="miles"), SGLangActor(slime, name="slime")) as sender:
+        with pytest.raises(BaseMissing, match="may leave tensors out"):
+            await sender.update_weights(part, version=3, strict=False)
+        await sender.update_weights(StateDictSource(weights(1)), version=3)
+        assert (await sender.update_weights(part, version=4, strict=False)).behind == ()
+        want = {**weights(1), "a.weight": weights(2)["a.weight"]}
+        assert holds(await ray_value(miles.look.remote()), want)
+        assert holds(await ray_value(slime.look.remote()), want)
+        await ray_value(miles.update_weight_version.remote(weight_version="77"))
+        report = await sender.update_weights(part, version=5, strict=False)
+        assert report.behind == ("miles",)
+        assert report.engines["miles"].state is EngineState.STALE
 
 
 async def test_a_restarted_actor_is_another_incarnation_and_a_dead_one_is_dead(ray_cluster: RayCluster) -> None:
