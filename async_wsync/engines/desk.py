@@ -175,7 +175,7 @@ class Desk:
         if not left_out:
             return ()
         with self._changed:
-            self.ledger.check_base(update.base, targets.keys() - left_out, left_out)
+            self.ledger.check_base(update.base, targets.keys() - set(left_out), left_out)
         return (f"{len(left_out)} tensors keep their old values",)
 
     def begin(self, call: Call, verb: p.Begin) -> None:

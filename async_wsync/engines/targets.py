@@ -39,7 +39,7 @@ def model_device(model: Model) -> torch.device:
     return next((tensor.device for tensor in tensors if isinstance(tensor, torch.Tensor)), torch.device("cpu"))
 
 
-def check_manifest(manifest: Manifest, targets: Mapping[str, torch.Tensor], *, strict: bool) -> list[str]:
+def check_manifest(manifest: Manifest, targets: Mapping[str, torch.Tensor], *, strict: bool) -> tuple[str, ...]:
     """`EngineRejected`, with complete lists, unless each tensor sent has a target of its dtype and shape, and memory
     that no other tensor is sent into.
 
@@ -65,7 +65,7 @@ def check_manifest(manifest: Manifest, targets: Mapping[str, torch.Tensor], *, s
     missing = _missing(set(sent), targets)
     if unknown or mismatched or (strict and missing):
         raise rejection(unknown=unknown, missing=missing if strict else [], mismatched=mismatched, known=targets.keys())
-    return missing
+    return tuple(missing)
 
 
 def _mismatch(meta: ParamMeta, target: torch.Tensor) -> str | None:
