@@ -56,9 +56,11 @@ async def connect_all(
 async def _greet(fleet: Fleet, settings: Settings, source: str) -> dict[str, EngineInfo]:
     """The engines that answer. Raises the first `EngineFailed` if too few do."""
     records = {name: fleet.roster[name] for name in fleet.names}
-    answers = await greet(fleet.engines, records, source=source, limit=settings.timeouts.connect, field="connect")
+    all_needed = settings.on_engine_failure == "raise"
+    limit = settings.timeouts.connect
+    answers = await greet(fleet.engines, records, source=source, limit=limit, field="connect", all_needed=all_needed)
     greeted = {name: answer for name, answer in answers.items() if isinstance(answer, EngineInfo)}
-    too_few = settings.on_engine_failure == "raise" or len(greeted) < settings.min_engines
+    too_few = all_needed or len(greeted) < settings.min_engines
     for answer in answers.values():
         if isinstance(answer, EngineFailed) and too_few:
             raise answer

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from async_wsync.calls import told
+from async_wsync.calls import told, watched
 from async_wsync.core.engine_state import EngineRecord
 from async_wsync.errors import EngineFailed, EngineTimeout
 from async_wsync.types import Call, EngineInfo, EngineState, RolloutEngine
@@ -13,6 +13,8 @@ from async_wsync.types import Call, EngineInfo, EngineState, RolloutEngine
 __all__ = ["greet"]
 
 Answer = EngineInfo | EngineFailed
+
+_AFTER_A_FAILURE = 0.25  # seconds: others that are dead too are named with it
 
 
 async def greet(
@@ -22,18 +24,39 @@ async def greet(
     source: str,
     limit: float,
     field: str = "begin",
+    all_needed: bool = False,
 ) -> dict[str, Answer]:
     """Say hello to all and write down what they answer; who did not is lost. Raises for none of them.
+
+    ``all_needed``: one failure settles it. Those who have not answered shortly after it are neither waited for nor in
+    the result, so that a dead engine is told at once though another is silent.
 
     An engine that answers from another process than before has neither our group nor our weights: it is stale
     again. ``limit``: seconds for all of them together, from ``Timeouts.<field>``. A hello has no effect, so that one
     may be given up.
     """
     call = Call(source=source, fence=0, timeout=limit)
-    answers = await asyncio.gather(*(_hello(engine, call, field) for engine in engines))
-    for engine, answer in zip(engines, answers, strict=True):
-        _write_down(records[engine.name], answer)
-    return {engine.name: answer for engine, answer in zip(engines, answers, strict=True)}
+    hellos = {
+        engine.name: watched(_hello(engine, call, field), name=f"wsync hello {engine.name}") for engine in engines
+    }
+    try:
+        await _answers(hellos.values(), all_needed=all_needed)
+        answers = {name: task.result() for name, task in hellos.items() if task.done()}
+    finally:
+        for task in hellos.values():
+            task.cancel()  # only where it is not done
+    for name, answer in answers.items():
+        _write_down(records[name], answer)
+    return answers
+
+
+async def _answers(hellos: Iterable[asyncio.Task[Answer]], *, all_needed: bool) -> None:
+    waiting = set(hellos)
+    while waiting:
+        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if all_needed and waiting and any(isinstance(task.result(), EngineFailed) for task in done):
+            await asyncio.wait(waiting, timeout=_AFTER_A_FAILURE)
+            return
 
 
 async def _hello(engine: RolloutEngine, call: Call, field: str) -> Answer:

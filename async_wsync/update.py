@@ -164,7 +164,7 @@ class Update:
         rest = [e for e in engines if e not in lost]
         records = {e.name: roster[e.name] for e in engines}
         limit = self.settings.timeouts.begin
-        answers = await greet(rest, records, source=self.source, limit=limit)
+        answers = await greet(rest, records, source=self.source, limit=limit, all_needed=not dropping)
         answers |= await greet(lost, records, source=self.source, limit=min(limit, _LOST_HELLO))
         gone = {name: answer for name, answer in answers.items() if isinstance(answer, EngineFailed)}
         left = [e for e in engines if e.name not in gone]

@@ -27,6 +27,7 @@ __all__ = [
     "Begin",
     "Check",
     "Checksums",
+    "ControlAddress",
     "End",
     "EngineSideError",
     "Failure",
@@ -55,7 +56,12 @@ class Verb:
 
 @dataclass(frozen=True, slots=True)
 class Hello(Verb):
-    """Who are you? Answered with an `EngineInfo`, under any fence."""
+    """Who are you? Answered with an `EngineInfo`, under any fence.
+
+    ``control``: the key under which the engine publishes where it takes control connections; "" for none.
+    """
+
+    control: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +165,20 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ControlAddress:
+    """Where one process of an engine takes control connections, and the secret that both ends must know."""
+
+    host: str
+    port: int
+    token: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """``done`` with a ``value`` or a ``failure``, or still running. The rest describes the engine right now."""
+    """``done`` with a ``value`` or a ``failure``, or still running. The rest describes the engine right now.
+
+    ``control``: where the engine takes control connections, in answers to a hello that asks for one.
+    """
 
     incarnation: str
     done: bool
@@ -168,6 +186,7 @@ class Reply:
     failure: Failure | None = None
     state: EngineState = EngineState.STALE
     version: int | None = None
+    control: ControlAddress | None = None
 
 
 # -------------------------------------------------------------------------------- errors

@@ -56,7 +56,7 @@ class WeightReceiver:
 
     def init_weight_receiver(self, model: Model, *, name: str = "") -> None:
         """Get ready; for classes that inherit. ``name`` is for messages only."""
-        self._weight_reception = Reception(model, self, name=name or type(self).__name__)
+        self._weight_reception = Reception(model, self, name=name or type(self).__name__, entry=self.weight_sync)
 
     @property
     def _reception(self) -> Reception:

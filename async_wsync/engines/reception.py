@@ -1,6 +1,7 @@
 """The engine's end of the protocol: admits requests, starts their verbs, tells what became of them.
 
-Threads. Requests arrive on the actor's own threads (or its event loop) and never block there. Pauses, hooks and
+Threads. Requests arrive on the actor's own threads (or its event loop) and never block there; most arrive on those
+of control connections. Pauses, hooks and
 all that changes the session run one by one in one daemon thread; collectives run in one for each group. All
 state is guarded by one condition, which is never held while anything blocks.
 """
@@ -13,15 +14,18 @@ import threading
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from dataclasses import replace
 from typing import Any
 
 from async_wsync.core.checksum import model_digests
 from async_wsync.engines import protocol as p
+from async_wsync.engines.control import ControlServer
 from async_wsync.engines.desk import Desk, Hooks
 from async_wsync.engines.targets import Model, model_device, named_targets
 from async_wsync.engines.tickets import Tickets
 from async_wsync.errors import EngineFailed, EngineReplaced, StaleFence
 from async_wsync.runtime.foreign import contained
+from async_wsync.runtime.object_refs import node_address
 from async_wsync.runtime.threads import DaemonWorker
 from async_wsync.types import Call, EngineInfo
 
@@ -31,15 +35,16 @@ _INSTANT = 0.003  # seconds
 
 
 class Reception:
-    """Everything behind `WeightReceiver`."""
+    """Everything behind `WeightReceiver`. ``entry``: what is called with requests that come beside Ray's queue."""
 
-    def __init__(self, model: Model, hooks: Hooks, *, name: str) -> None:
+    def __init__(self, model: Model, hooks: Hooks, *, name: str, entry: Callable[[p.Request], Any]) -> None:
         self.incarnation = uuid.uuid4().hex
         self._changed = threading.Condition(threading.RLock())
         self.desk = Desk(model, hooks, name=name, changed=self._changed, check_fence=self._check_fence)
         self._fence = 0
         self._tickets = Tickets()
         self._ops = DaemonWorker("wsync-receiver")
+        self._control = ControlServer(entry)
         desk = self.desk
         self._verbs: dict[type[p.Verb], Callable[[Call, Any], Any]] = {
             p.Hello: self._hello,
@@ -80,7 +85,10 @@ class Reception:
                         wait([answer], timeout=_INSTANT)
                 else:
                     self._tickets.settle(request.id, value=answer)
-        return self._reply(request.id)
+        reply = self._reply(request.id)
+        if isinstance(verb, p.Hello) and verb.control:
+            return replace(reply, control=self._control.open(node_address(), verb.control))
+        return reply
 
     def _reply(self, ticket: str) -> p.Reply:
         known, outcome = self._tickets.look_up(ticket)

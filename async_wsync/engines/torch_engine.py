@@ -7,9 +7,10 @@ import uuid
 from typing import Any
 
 from async_wsync.engines import protocol as p
+from async_wsync.engines.actor_calls import ActorCalls
 from async_wsync.engines.replies import failure_in, short
 from async_wsync.errors import EngineDied, EngineFailed, EngineReplaced, EngineTimeout
-from async_wsync.runtime.object_refs import RemoteDied, RemoteRaised, await_ref, submit
+from async_wsync.runtime.object_refs import RemoteDied, RemoteRaised
 from async_wsync.runtime.threads import DaemonWorker
 from async_wsync.types import BucketSpec, Call, EngineInfo, GroupSpec, PauseMode, UpdateSpec, WireFormat
 
@@ -68,6 +69,8 @@ class TorchEngine:
     ``handle``: the actor's handle; ``method``: the name of its method that forwards to
     `WeightReceiver.weight_sync`. ``name`` is for messages and must be unique among a broadcaster's engines.
     Requests are started and polled (2 ms, doubling to 50 ms), so that the actor needs no second thread.
+    ``control_connection``: ask beside Ray's queue once the engine has said where; the engine then listens on a port of
+    its node's address. With False every request takes its turn among the actor's calls.
     """
 
     num_ranks = 1
@@ -75,13 +78,20 @@ class TorchEngine:
     pipelined = True
     supports_fence = True
 
-    def __init__(self, handle: Any, *, name: str | None = None, method: str = "weight_sync") -> None:
+    def __init__(
+        self,
+        handle: Any,
+        *,
+        name: str | None = None,
+        method: str = "weight_sync",
+        control_connection: bool = True,
+    ) -> None:
         self._handle = handle
-        self._remote = getattr(handle, method)
         self.name = _default_name(handle) if name is None else name
         self._incarnation: str | None = None
         self._receiving: set[_Pace] = set()
         self._packer: DaemonWorker | None = None
+        self._calls = ActorCalls(handle, method, control_connection=control_connection)
 
     def __repr__(self) -> str:
         return f"<TorchEngine {self.name!r} incarnation {(self._incarnation or 'unknown')[:8]}>"
@@ -93,7 +103,7 @@ class TorchEngine:
 
     async def hello(self, call: Call) -> EngineInfo:
         """Whoever answers is from now on whom the other calls are meant for."""
-        info = await self._ask(call, p.Hello(), to_anyone=True)
+        info = await self._ask(call, p.Hello(self._calls.control_key), to_anyone=True)
         if not isinstance(info, EngineInfo):
             raise EngineFailed(f"{self.name}: hello: it answered {short(info)}", engine=self.name, phase="hello")
         self._incarnation = info.incarnation
@@ -151,6 +161,7 @@ class TorchEngine:
 
     async def aclose(self) -> None:
         """Idempotent; the actor is left alone."""
+        self._calls.close()
         if self._packer is not None:
             self._packer.close()
             self._packer = None
@@ -198,11 +209,13 @@ class TorchEngine:
         facts = {"engine": self.name, "phase": phase, "bucket": bucket}
         try:
             # Submitted before the first await, so that a cancelled caller's requests still arrive in order.
-            reply = await await_ref(submit(self._remote, request), what=f"{phase} of {self.name}")
+            reply = await self._calls.ask(request, what=f"{phase} of {self.name}")
         except RemoteDied as error:
             raise EngineDied(f"{self.name}: {where}: {error}", **facts) from error
         except RemoteRaised as error:
             raise EngineFailed(f"{self.name}: {where}: {_named(error.cause)}", **facts) from (error.cause or error)
+        if isinstance(reply, p.Failure):
+            raise reply.rebuild(engine=self.name, phase=phase, bucket=bucket)
         if not isinstance(reply, p.Reply):
             said = failure_in(reply) or f"it answered {short(reply)}, which is no reply"
             raise EngineFailed(f"{self.name}: {where}: {said}", **facts)

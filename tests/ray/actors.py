@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,8 +64,11 @@ class SyncEngine(_Engine):
     def ping(self) -> str:
         return "pong"
 
-    def generate(self, seconds: float = 0.0) -> int | None:
+    def generate(self, seconds: float = 0.0, *, started: str = "") -> int | None:
+        """``started``: a file that is made once the engine generates."""
         with self.serving() as version, torch.no_grad():
+            if started:
+                Path(started).touch()
             self.model(torch.ones(1, self.size))
             time.sleep(seconds)
             return version

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -268,10 +269,13 @@ async def test_refusals_arrive_with_their_type(fleet: dict[str, Any]) -> None:
     assert refused.value.unknown == ("weight", "bias")
 
 
-async def test_a_single_threaded_engine_that_generates_meanwhile_only_answers_later(fleet: dict[str, Any]) -> None:
+async def test_a_single_threaded_engine_that_generates_is_waited_for(fleet: dict[str, Any], tmp_path: Path) -> None:
     engine = TorchEngine(fleet["sync"], name="e0")
     await engine.hello(later_call())
-    busy = fleet["sync"].generate.remote(1.0)
+    started_file = tmp_path / "started"
+    busy = fleet["sync"].generate.remote(1.0, started=str(started_file))
+    while not started_file.exists():
+        await asyncio.sleep(0.005)
     started = time.monotonic()
     await engine.pause(later_call(), PauseMode.DRAIN)
     assert time.monotonic() - started > 0.5
