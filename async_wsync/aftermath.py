@@ -31,6 +31,7 @@ class Aftermath:
         self._first = first
         self.at_fault: set[str] = set()
         self.notes: list[str] = []
+        self._noted: set[str] = set()  # the engines that a note is about
 
     async def run(self) -> UpdateFailed:
         attempt = self._attempt
@@ -46,6 +47,7 @@ class Aftermath:
         if not attempt.resumed and attempt.story.held is not None:
             for failure in await attempt.continue_whole():
                 self.notes.append(f"not resumed: {failure}")
+                self._noted.add(failure.engine)
         await self._quarantine_late()
         self._note_paused()
         return self._error(cause, getattr(cause, "phase", "") or failed_in)
@@ -123,6 +125,7 @@ class Aftermath:
             else:
                 why = one.failure if one.task.done() else f"no answer within {limit:g} s"
                 self.notes.append(f"{engine.name}: its update session could not be closed: {why}")
+                self._noted.add(engine.name)
                 if isinstance(one.failure, EngineDied | EngineReplaced):
                     self._lose(engine.name)
         await self._quarantine_late()
@@ -136,9 +139,9 @@ class Aftermath:
         """Every engine that may be paused has been told to go on, is torn or lost, or is named here."""
         records = [self._attempt.record(engine) for engine in self._attempt.engines]
         left = [record.name for record in records if record.paused and record.whole]
-        named = [name for name in left if not any(name in note for note in self.notes)]
-        if named:
-            self.notes.append(f"still paused, though whole: {', '.join(named)}")
+        unnamed = [name for name in left if name not in self._noted]
+        if unnamed:
+            self.notes.append(f"still paused, though whole: {', '.join(unnamed)}")
 
     def _error(self, cause: BaseException, phase: str) -> UpdateFailed:
         attempt = self._attempt

@@ -108,7 +108,7 @@ def _with_lock(arguments: argparse.Namespace, run: Callable[[BroadcastLock], Cor
         return asyncio.run(run(BroadcastLock.connect(name=arguments.name, namespace=namespace)))
     except LockUnavailable as error:
         print(f"async-wsync: {error}", file=sys.stderr)
-        return NO_SUCH_LOCK if "there is no lock" in str(error) else NO_ANSWER
+        return NO_SUCH_LOCK if isinstance(error.__cause__, ValueError) else NO_ANSWER
     finally:
         if started:
             ray.shutdown()

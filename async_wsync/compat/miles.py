@@ -17,6 +17,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from async_wsync.compat.own_errors import as_its_cause
+from async_wsync.compat.quarantine import quarantine, refuse_quarantined
 from async_wsync.engines.replies import failure_in, looks_collective, short
 from async_wsync.errors import BroadcastFailed, EngineDied, EngineFailed, EngineTimeout
 from async_wsync.lock import PolledLock
@@ -60,8 +62,11 @@ async def update_bucket(
 
     On success the list is cleared and the bar moves by one. On any failure the list is kept, the bar stays, and the
     first error is raised: what the set-up of the broadcast raised, or `EngineFailed` (`EngineDied`, `EngineTimeout`)
-    that names the engine, with the others' outcomes as notes and in ``outcomes``. A cancelled call finishes what it
-    has sent, then raises CancelledError. In each case the lock is released once, after every engine call has settled.
+    that names the engine, with the others' outcomes as notes and in ``outcomes``. If the engine raised, it is also an
+    instance of the class of what it raised, as it was with ``ray.get``. A cancelled call finishes what it has sent,
+    then raises CancelledError. In each case the lock is released once, after every engine call has settled or, after
+    ``drain``, its engine is quarantined: it stands in ``unsettled`` of the error, and until that call has an outcome
+    this process refuses every further bucket for it, with `EngineTimeout` and before anything is sent.
 
     After a failure ``group`` may be out of step at its members: build a new one under a new name before the next call,
     unless every engine is known to have taken part. An `UpdateGroup` is broken up at once when an engine fails, which
@@ -70,6 +75,7 @@ async def update_bucket(
     """
     limits = timeouts or Timeouts()
     named = _checked(converted_named_tensors)
+    refuse_quarantined(rollout_engines)
     if not named:
         return
     if not rollout_engines:
@@ -101,6 +107,8 @@ class _Bucket:
         self.tensors = tensors
         self.limits = limits
         self.replies: dict[str, asyncio.Task[None]] = {}
+        self.calls: dict[str, tuple[Any, Any]] = {}  # each engine, and the reference to its answer
+        self.unsettled: tuple[str, ...] = ()
         self.failures: list[EngineFailed] = []  # in the order of their arrival
         self.setting_up = True
 
@@ -111,6 +119,7 @@ class _Bucket:
             for index, engine in enumerate(self.engines):
                 name = f"rollout_engines[{index}] {engine!r}"
                 ref = submit(engine.update_weights_from_distributed, **arguments)
+                self.calls[name] = engine, ref
                 self.replies[name] = _start(self._reply(name, ref))
             sending = _start(self._broadcast(worker))
             await self._all_or_first_failure(sending)
@@ -202,6 +211,10 @@ class _Bucket:
         _, silent = await settle(self.replies.values(), timeout=self.limits.drain)
         for task in [*silent, *([sending] if sending is not None else [])]:
             task.cancel()  # ends our wait only: remote calls and collectives go on
+        self.unsettled = tuple(name for name, task in self.replies.items() if task in silent)
+        for name in self.unsettled:
+            engine, ref = self.calls[name]
+            quarantine(engine, ref.future())
 
     def _verdict(self, first: Exception) -> Exception:
         """The failure that explains the others: a broken broadcast is seen by all, its culprit knows why."""
@@ -212,7 +225,8 @@ class _Bucket:
     def _with_outcomes(self, error: Exception) -> Exception:
         outcomes = {name: _outcome(task) for name, task in self.replies.items()}
         if isinstance(error, EngineFailed):
-            error.outcomes = outcomes  # type: ignore[attr-defined]
+            error = as_its_cause(error)
+        error.outcomes, error.unsettled = outcomes, self.unsettled  # type: ignore[attr-defined]
         for name, outcome in outcomes.items():
             if not (isinstance(error, EngineFailed) and error.engine == name):
                 error.add_note(f"{name}: {outcome}")
@@ -279,7 +293,7 @@ def _abort_quietly(group: Any) -> None:
 
 def _outcome(task: asyncio.Task[None]) -> str:
     if not task.done() or task.cancelled():
-        return "no answer yet: it may still be waiting in the broadcast"
+        return "no answer yet: it may still be waiting in the broadcast, and is quarantined"
     error = task.exception()
     return "took the bucket" if error is None else short(error)
 

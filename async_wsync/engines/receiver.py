@@ -28,10 +28,13 @@ class WeightReceiver:
                 with self.serving() as version:
                     return self.model(prompt), version
 
-    or hold one and forward ``weight_sync(request)`` to it. The actor may be single-threaded, threaded or async:
-    no request blocks. ``model`` is a module, a mapping of tensors, or a function that returns one; its tensors are
-    written in place, and only between `serving` blocks. Until its first update an engine serves the
-    weights it was built with, and its version is None.
+    or hold one and forward ``weight_sync(request)`` to it. The actor may be single-threaded, threaded or async, with
+    any ``max_concurrency``: after a source's first hello its requests come over a connection of their own, beside Ray's
+    queue of the actor's calls, and `weight_sync` answers them in threads of that connection. None of them blocks.
+
+    ``model`` is a module, a mapping of tensors, or a function that returns one; its tensors are written in place, and
+    only between `serving` blocks. Until its first update an engine serves the weights it was built with, and its
+    version is None.
 
     This class has no coroutine methods on purpose: one would turn every actor that inherits it into an async actor.
     """
@@ -73,8 +76,8 @@ class WeightReceiver:
 
         Put it around a whole generation, or, to be paused in the middle of one, around each forward pass.
         Raises `EngineNotServing` while the engine is paused, updating or torn, after waiting up to ``wait`` seconds.
-        In a single-threaded actor leave ``wait`` at 0, as waiting keeps the resume from arriving; on an event loop
-        use ``async with``. Not reentrant.
+        On an event loop use ``async with``. Not reentrant. Waiting holds up other requests, but no update, except in an
+        actor that sources reach through Ray's queue only (see docs/engines.md).
         """
         return Serving(self._reception.desk.gate, lambda: self.weight_version, wait)
 

@@ -7,24 +7,48 @@ answer for a success because it is an answer is how a weight update gets lost in
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-__all__ = ["failure_in", "looks_collective", "short"]
+import torch.distributed as dist
+
+from async_wsync.errors import BroadcastFailed, EngineFailed
+
+__all__ = ["failure_in", "looks_collective", "says_vllm_is_dead", "short"]
 
 _BAD_WORDS = frozenset({"error", "failed", "failure", "fail"})
 _MISSING = object()
-_COLLECTIVE_WORDS = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "broken pipe",
-    "timed out waiting",
-    "gloo",
-    "nccl",
-    "collective",
-    "socket closed",
-    "application timeout",
+_LONGEST_CHAIN = 5
+# Engines that are not ours pass on another process's exception as text, and then text is all there is to go by. These
+# are the only tables of foreign messages that decide what a failure is. An entry matches where a message starts: at
+# the start of the text, or of an error that the text quotes ("HTTP 400: ...", "RuntimeError: ...").
+
+#: torch.distributed's own exceptions, and how messages of gloo, of NCCL and of torch about them start.
+_BROKEN_COLLECTIVE = (
+    r"(?:torch\.distributed\.)?Dist(?:Backend|Network|Store)?Error\b",
+    r"\[\S*\bgloo/\S+\.(?:cc|h):\d+\] ",
+    r"Gloo connectFullMesh failed with ",
+    r"NCCL error in: ",
+    r"NCCL error: ",
+    r"NCCL communicator was aborted ",
+    r"\[Rank \d+\] Watchdog caught collective operation timeout: ",
 )
+#: vLLM's exception for an engine that has ended, how its messages start, and how our own actor says so.
+_DEAD_VLLM = (
+    r"(?:vllm\.v1\.engine\.exceptions\.)?EngineDeadError\b",
+    r"EngineCore encountered an issue\. ",
+    r"Executor failed\.",
+    r"Engine core process \S+ died unexpectedly",
+    r"vLLM's engine is dead: ",
+)
+
+
+def _at_a_start(messages: Sequence[str]) -> re.Pattern[str]:
+    return re.compile(rf"(?:^|: )['\"]?(?:{'|'.join(messages)})", re.MULTILINE)
+
+
+_COLLECTIVE, _DEAD = _at_a_start(_BROKEN_COLLECTIVE), _at_a_start(_DEAD_VLLM)
 
 
 def failure_in(reply: Any, *, none_is_failure: bool = True) -> str | None:
@@ -106,17 +130,33 @@ def _because(words: Any) -> str:
 
 
 def looks_collective(error: BaseException | str) -> bool:
-    """Whether an engine's words tell only that the broadcast broke, so that some other member is likelier at fault.
+    """Whether an engine's failure tells only that the broadcast broke, so that some other member is likelier at fault.
 
-    Engines that are not ours pass on torch's error as text, and text is all there is to go by.
+    By the type of an exception or of one of its causes; gloo's have none of their own, and are known by their message.
     """
-    text = error if isinstance(error, str) else _chain_text(error)
-    return any(word in text.lower() for word in _COLLECTIVE_WORDS)
+    if isinstance(error, str):
+        return _COLLECTIVE.search(error) is not None
+    return any(_is_collective(link) for link in _chain(error))
 
 
-def _chain_text(error: BaseException | None) -> str:
-    parts: list[str] = []
-    while error is not None and len(parts) < 5:
-        parts.append(f"{type(error).__name__}: {error}")
-        error = getattr(error, "cause", None) or error.__cause__
-    return "\n".join(parts)
+def says_vllm_is_dead(text: str) -> bool:
+    """Whether what vLLM's server or actor answered tells that its engine has ended."""
+    return _DEAD.search(text) is not None
+
+
+def _is_collective(error: BaseException) -> bool:
+    if isinstance(error, EngineFailed):
+        return error.is_collective
+    if isinstance(error, BroadcastFailed | dist.DistError):
+        return True
+    # These types say nothing; vLLM raises an Exception with the text of another process's.
+    return type(error) in (RuntimeError, Exception) and _COLLECTIVE.search(str(error)) is not None
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    for _ in range(_LONGEST_CHAIN):
+        if error is None:
+            return
+        yield error
+        cause = getattr(error, "cause", None)  # Ray's task errors
+        error = cause if isinstance(cause, BaseException) else error.__cause__

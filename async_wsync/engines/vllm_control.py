@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from async_wsync.engines.http import JsonServer
-from async_wsync.engines.replies import short
+from async_wsync.engines.replies import says_vllm_is_dead, short
 from async_wsync.engines.vllm_wire import UNSEEN_REPLICA
 from async_wsync.runtime.object_refs import RemoteDied, RemoteRaised, await_ref, submit
 
 __all__ = ["ActorControl", "At", "Control", "HttpControl", "hinted", "unseen_replica"]
 
 _ATTRIBUTE = "weight_transfer_engine"  # where a worker of vLLM keeps our backend; see vllm_worker
-_DEAD = ("EngineDeadError", "Executor failed", "EngineCore encountered an issue", "Engine core proc", "engine is dead")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +52,6 @@ class Control(Protocol):
     async def set_version(self, version: str, at: At) -> None: ...
     async def get_version(self, at: At) -> str: ...
     async def aclose(self) -> None: ...
-
-
-def _died_words(text: str) -> bool:
-    return any(word in text for word in _DEAD)
 
 
 def unseen_replica(error: RemoteRaised) -> list[dict[str, Any]]:
@@ -94,7 +89,7 @@ class ActorControl:
             try:
                 return await await_ref(ref, what=method)
             except RemoteRaised as error:
-                if _died_words(f"{error} {error.remote_traceback}"):
+                if says_vllm_is_dead(f"{error} {error.remote_traceback}"):
                     raise RemoteDied(f"{method}: vLLM's engine is dead: {short(error)}", what=method) from error
                 raise
 
@@ -156,7 +151,7 @@ class HttpControl:
         if answer.status < 400:
             return answer.data
         failure = f"{path}: {answer.failure}"
-        if _died_words(str(answer.data)):
+        if says_vllm_is_dead(str(answer.data)):
             raise RemoteDied(f"vLLM's engine is dead: {failure}", what=path)
         # All of the text: the answer of another replica may be in it.
         raise RemoteRaised(failure, what=path, cause=RuntimeError(str(answer.data)), status=answer.status)

@@ -15,7 +15,7 @@ from typing import Any
 
 from async_wsync.engines.rejection import rejection
 from async_wsync.engines.replies import looks_collective
-from async_wsync.errors import BroadcastFailed, EngineBusy, EngineFailed, EngineRejected, StaleCall
+from async_wsync.errors import EngineBusy, EngineFailed, EngineRejected, StaleCall
 from async_wsync.types import Base, BucketSpec, Call, GroupSpec, Manifest, ParamMeta, UpdateSpec
 
 __all__ = [
@@ -164,13 +164,12 @@ _KINDS: dict[str, type[EngineFailed]] = {
 
 def failure_of(error: BaseException) -> dict[str, Any]:
     """An exception as plain values."""
-    collective = isinstance(error, BroadcastFailed) or getattr(error, "is_collective", False) or looks_collective(error)
     facts = {k: v for k, v in vars(error).items() if isinstance(v, str | int | float | tuple) and k[:1] != "_"}
     return {
         "kind": type(error).__name__,
         "text": str(error),
         "facts": facts,
-        "is_collective": collective and not isinstance(error, EngineRejected),
+        "is_collective": looks_collective(error) and not isinstance(error, EngineRejected),
         "trace": "".join(traceback.format_exception(error)),
     }
 

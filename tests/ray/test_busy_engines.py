@@ -26,6 +26,7 @@ from async_wsync import (
     WeightBroadcaster,
     WeightReceiver,
 )
+from async_wsync.engines.protocol import Reply, Request
 from async_wsync.errors import EngineDied, EngineFailed, EngineTimeout
 from async_wsync.runtime.object_refs import await_ref
 from async_wsync.types import PauseMode
@@ -255,3 +256,21 @@ async def test_a_long_receive_is_asked_after_and_broken_off_while_requests_hold_
         async with a_broadcaster({"e0": handle}) as broadcaster:
             await broadcaster.update_weights(ModuleSource(a_model(8)), version=8)
     await engine.aclose()
+
+
+@ray.remote(num_cpus=0, max_concurrency=4, concurrency_groups={"weights": 2})
+class Grouped(Async):
+    @ray.method(concurrency_group="weights")
+    def weight_sync(self, request: Request) -> Reply:
+        return super().weight_sync(request)
+
+
+async def test_a_concurrency_group_keeps_the_way_open_where_no_connection_can_be_made(ray_cluster: RayCluster) -> None:
+    handle = Grouped.remote()
+    engine = TorchEngine(handle, name="e0", control_connection=False)
+    async with WeightBroadcaster([engine], lock=None, backend="gloo", timeouts=LIMITS, progress=False) as broadcaster:
+        async with requests(handle, every=0.01, wait=3.0, seconds=0.001) as answers:
+            await broadcaster.update_weights(ModuleSource(a_model(1)), version=1)
+            await broadcaster.update_weights(ModuleSource(a_model(2)), version=2)
+        assert {2} <= set(answers) <= {None, 1, 2}
+    ray.kill(handle)

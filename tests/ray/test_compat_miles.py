@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -334,6 +335,45 @@ async def test_an_engine_that_never_answers_is_named_at_the_limit(
     assert caught.value.field == "bucket"
     assert len(tensors) == 3
     assert await released_after_all_engines_finished(lock, engines), "the drain waited for it"
+
+
+async def test_an_engine_that_raised_is_caught_as_what_it_raised_and_as_ours(
+    engines: list[Any], lock: Any, world: dist.ProcessGroup
+) -> None:
+    await ray_value(engines[0].set_plan.remote(raise_at_exit=RuntimeError("out of memory")))
+    with pytest.raises(RuntimeError, match="out of memory") as caught:
+        await update_bucket("g", world, 1, engines, some_tensors(), selector="all", lock=lock, pbar=None)
+    assert isinstance(caught.value, EngineFailed)
+    assert type(caught.value.__cause__) is RuntimeError
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert isinstance(copy, RuntimeError)
+    assert isinstance(copy, EngineFailed)
+    assert str(copy) == str(caught.value)
+    assert (copy.engine, copy.phase) == (caught.value.engine, "broadcast")
+    assert copy.__notes__ == caught.value.__notes__
+    assert str(copy.__cause__) == "out of memory"
+
+
+async def test_an_engine_that_does_not_settle_within_drain_is_quarantined_until_it_does(
+    engines: list[Any], lock: Any, connect: Connect
+) -> None:
+    await ray_value(engines[1].set_plan.remote(seconds=2.5))
+    tensors, group = some_tensors(), await connect(engines)
+    limits = Timeouts(bucket=0.5, drain=0.5)
+    with pytest.raises(EngineTimeout) as caught:
+        await update_bucket(group.spec.name, group, 1, engines, tensors, lock=lock, timeouts=limits)
+    (name,) = caught.value.unsettled  # type: ignore[attr-defined]
+    assert name.startswith("rollout_engines[1]")
+    assert await events(lock) == ["granted", "released"]
+
+    with pytest.raises(EngineTimeout, match=r"rollout_engines\[1\].*quarantined"):
+        await update_bucket(group.spec.name, group, 1, engines, tensors, lock=lock, timeouts=limits)
+    assert await events(lock) == ["granted", "released"], "nothing was begun"
+    assert await num_calls(engines) == [1, 1]  # answered only after the call that it was at
+
+    group = await connect(engines)
+    await update_bucket(group.spec.name, group, 1, engines, tensors, lock=lock)
+    assert tensors == []
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.0005, 0.002, 0.004, 0.006, 0.01, 0.02, 0.04, 0.1, 0.25])
