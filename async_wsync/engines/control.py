@@ -19,6 +19,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict
@@ -35,6 +36,7 @@ __all__ = ["ControlConnection", "ControlLost", "ControlServer"]
 logger = logging.getLogger("async_wsync")
 
 _CONNECT_LIMIT = 1.0  # seconds, to connect and to prove who one is
+_AVOIDED_FOR = 60.0  # seconds
 _DEAD_LINK = 10  # seconds without a sign of the other machine's kernel; a stopped process still gives it
 _NONCE = 32
 _LENGTH = struct.Struct(">Q")
@@ -42,6 +44,10 @@ _LENGTH = struct.Struct(">Q")
 
 class ControlLost(Exception):
     """The control connection is no use any more; the request may or may not have arrived."""
+
+
+class _NotConnected(ControlLost):
+    """There never was a connection."""
 
 
 def _publish(key: str, address: ControlAddress) -> None:
@@ -122,6 +128,8 @@ class ControlConnection:
         self.key = key
         self._address: ControlAddress | None = None
         self._talk: _Talk | None = None
+        self._avoided: ControlAddress | None = None
+        self._avoided_until = 0.0
 
     def __del__(self) -> None:
         self.close()
@@ -132,7 +140,9 @@ class ControlConnection:
         return self._address is not None
 
     def use(self, address: ControlAddress | None) -> None:
-        """From now on, ask there."""
+        """From now on, ask there; unless that has failed a short while ago, and would cost as long again."""
+        if address == self._avoided and time.monotonic() < self._avoided_until:
+            address = None
         if address != self._address:
             self.close()
             self._address = address
@@ -153,10 +163,22 @@ class ControlConnection:
         talk = self._talk
         try:
             return await wait_for(talk.exchange(request))
-        except ControlLost:
+        except ControlLost as lost:
             if talk is self._talk:
+                if isinstance(lost, _NotConnected):
+                    self._avoid(self._address, lost)
                 self.close()
             raise
+
+    def _avoid(self, address: ControlAddress, why: ControlLost) -> None:
+        logger.warning(
+            "actor %s takes no control connections at %s port %d (%s): its calls go through Ray's queue",
+            self.key,
+            address.host,
+            address.port,
+            why,
+        )
+        self._avoided, self._avoided_until = address, time.monotonic() + _AVOIDED_FOR
 
     def close(self) -> None:
         """Hang up. Idempotent; may be used again."""
@@ -203,18 +225,20 @@ class _Talk:
 
     def _exchange(self, request: Request) -> Any:
         data = pickle.dumps(request)
+        lost: type[ControlLost] = _NotConnected
         try:
             if self._socket is None:
                 self._socket = socket.create_connection((self._address.host, self._address.port), _CONNECT_LIMIT)
                 _prove(self._socket, self._address.token, listens=False)
                 _prepare(self._socket)
+            lost = ControlLost
             if self._over:
                 raise EOFError("it was closed")
             _send(self._socket, data)
             return pickle.loads(_receive(self._socket))
         except (OSError, EOFError, pickle.UnpicklingError) as error:
             self._over = True
-            raise ControlLost(f"{type(error).__name__}: {error}") from error
+            raise lost(f"{type(error).__name__}: {error}") from error
 
 
 # -------------------------------------------------------------------------------- on the wire

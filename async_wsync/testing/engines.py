@@ -38,7 +38,7 @@ class Fault:
     * ``answer``: answer ``answer`` (``None``, ``False``, ``{"success": False}``, ``(False, "why")``) and do nothing.
     * ``answer_early``: report success at once, do the work all the same. ``skip``: report success, do nothing.
     * ``delay``: report the outcome no sooner than ``seconds`` later; the actor keeps answering others meanwhile.
-    * ``sleep``: block the actor's thread for ``seconds`` first.
+    * ``sleep``: block the thread that took the call for ``seconds`` first; the source's later calls wait behind it.
     * ``exit``: kill -9 itself ``seconds`` after the call was taken (0: before). ``stop``: SIGSTOP itself, likewise.
     * ``wrong_order`` (at begin): lay out the update's tensors in reverse, as an engine with another order would.
     """

@@ -100,13 +100,18 @@ async def test_nothing_of_a_listener_that_does_not_know_the_token_is_unpickled()
         await connection.ask(asking())
 
 
-async def test_a_listener_that_says_nothing_costs_a_second() -> None:
+async def test_a_listener_that_says_nothing_costs_a_second_once() -> None:
     with PortSquatter() as squatter:
-        connection = a_connection(p.ControlAddress(host=squatter.host, port=squatter.port, token="t"))
+        address = p.ControlAddress(host=squatter.host, port=squatter.port, token="t")
+        connection = a_connection(address)
         started = time.monotonic()
         with pytest.raises(ControlLost):
             await connection.ask(asking())
         assert 0.9 < time.monotonic() - started < 2.0
+        connection.use(address)
+        assert not connection.usable, "it is not tried again with every hello"
+        connection.use(replace(address, port=1))
+        assert connection.usable
 
 
 async def test_a_visitor_that_says_nothing_keeps_nobody_out_and_is_shown_the_door() -> None:
