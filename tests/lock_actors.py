@@ -160,3 +160,24 @@ def drive() -> None:
 
 if __name__ == "__main__":
     drive()
+
+
+@ray.remote(num_cpus=0)
+class Crowd:
+    """Many tasks of one process that each want the lock once, for a moment."""
+
+    def __init__(self, lock: BroadcastLock) -> None:
+        self._lock = lock
+        self._tasks: list[asyncio.Task[None]] = []
+        self._served: list[float] = []
+
+    async def queue(self, count: int) -> None:
+        self._tasks += [asyncio.create_task(self._wait(f"waiter {n}")) for n in range(count)]
+
+    async def _wait(self, label: str) -> None:
+        async with self._lock.hold(label=label):
+            self._served.append(time.monotonic())
+
+    async def served(self) -> list[float]:
+        """When each was granted, by the machine's monotonic clock."""
+        return list(self._served)

@@ -26,7 +26,7 @@ import ray
 from async_wsync.errors import LockError
 from async_wsync.lock import BroadcastLock
 from tests.conftest import ROOT
-from tests.lock_actors import FenceEngine, Source, overlaps, stale_buckets
+from tests.lock_actors import Crowd, FenceEngine, Source, overlaps, stale_buckets
 
 
 @dataclass
@@ -123,6 +123,30 @@ async def contention(processes: int, times: int) -> Figures:
     }
     for source in sources:
         ray.kill(source)
+    await lock.shutdown()
+    return figures
+
+
+async def crowd(waiters: int, handovers: int, *, processes: int = 2, limit: float = 30.0) -> Figures:
+    """Seconds between the first ``handovers`` grants to so many waiters, all of whom were there before the first."""
+    figures = Figures(f"{waiters} waiters", repeats=handovers)
+    lock = new_lock()
+    crowds = [Crowd.remote(lock) for _ in range(processes)]
+    async with lock.hold(label="the first"):
+        await asyncio.gather(*[c.queue.remote(waiters // processes) for c in crowds])
+        queued = 0
+        while queued < waiters:
+            await asyncio.sleep(0.1)
+            queued = len((await lock.status(timeout=limit))["waiters"])
+    granted: list[float] = []
+    over = time.monotonic() + limit
+    while len(granted) < handovers and time.monotonic() < over:
+        await asyncio.sleep(0.1)
+        granted = sorted([at for served in await asyncio.gather(*[c.served.remote() for c in crowds]) for at in served])
+    figures.seconds = [after - before for before, after in itertools.pairwise(granted)]
+    figures.facts = {"waiters": queued, "handovers": len(figures.seconds)}
+    for actor in crowds:
+        ray.kill(actor)
     await lock.shutdown()
     return figures
 

@@ -10,6 +10,7 @@ or whose lease lapsed is never granted (again); grants follow the order of first
 
 from __future__ import annotations
 
+import bisect
 import enum
 import math
 from collections import OrderedDict, deque
@@ -27,6 +28,10 @@ PATIENCE_CAP = 0.05
 #: A waiter with a bell is told of its turn, so that its polls only keep its place, and make up for a lost datagram.
 BELL_FIRST_DELAY = 0.02
 BELL_DELAY = 0.1
+#: So many polls in a second, the server can answer on the side, whoever waits: the more wait, the less often each
+#: polls. Those near their turn come more often than their share, the first CROWD as often as if they were alone.
+POLLS_PER_SECOND = 400
+CROWD = 100
 #: The weight of the newest hold in the length that is expected of the next.
 NEWEST = 0.3
 #: Tombstones outlive any message that is still on its way.
@@ -108,10 +113,14 @@ class _Holder:
 
 @dataclass(slots=True, kw_only=True)
 class _Waiter:
+    """``ticket``: the order of first polls. ``expected``: when it was told to poll again, at the latest."""
+
     claim: str
     who: Who
+    ticket: int
     since: float
     last_poll: float
+    expected: float
     bell: tuple[str, int] | None = None
 
 
@@ -119,7 +128,7 @@ class _Waiter:
 class LockState:
     """See the module. ``ttl``: longest lease in seconds. ``quarantine_until``: grant nothing before this ``now``;
     a restarted server passes its start plus ``ttl``, since it cannot know whom its predecessor granted.
-    ``waiter_silence``: a waiter that has not polled for so many seconds loses its place."""
+    ``waiter_silence``: a waiter that is so many seconds late with its poll loses its place."""
 
     ttl: float = 30.0
     quarantine_until: float = 0.0
@@ -133,6 +142,9 @@ class LockState:
     transitions: deque[tuple[float, str, str, str, int]] = field(default_factory=lambda: deque(maxlen=32))
     last_now: float = 0.0
     typical_hold: float = 0.0
+    _tickets: list[int] = field(default_factory=list)  # of the waiters, rising: where one stands in it is its position
+    _next_ticket: int = 0
+    _next_expiry: float = math.inf  # no waiter is too late before
 
     # ------------------------------------------------------------------------------ the four verbs
 
@@ -164,7 +176,7 @@ class LockState:
             return Granted(fence=self.holder.fence, ttl=self.holder.ttl)
         waiter = self.waiters.get(claim)
         if waiter is None:
-            waiter = self.waiters[claim] = _Waiter(claim=claim, who=who, since=now, last_poll=now)
+            waiter = self._enqueue(claim, who, now)
         waiter.last_poll, waiter.bell = now, bell
         if self.holder is None and now >= self.quarantine_until and next(iter(self.waiters)) == claim:
             lease = self.ttl if ttl is None else ttl
@@ -195,7 +207,7 @@ class LockState:
             if reason == "released":
                 return Released.RELEASED
             return Released.NOT_HELD if reason == "withdrawn" else Released.EXPIRED
-        self.waiters.pop(claim, None)
+        self._dequeue(claim)
         # Also for a claim never heard of: its poll may still be on its way.
         self._bury(claim, "withdrawn", now)
         return Released.NOT_HELD
@@ -215,7 +227,7 @@ class LockState:
         while len(self.dead_clients) > MAX_DEAD:
             self.dead_clients.popitem(last=False)
         for waiter in [w for w in self.waiters.values() if w.who.client == client]:
-            del self.waiters[waiter.claim]
+            self._dequeue(waiter.claim)
             self._bury(waiter.claim, why, now)
         if self.holder is None or self.holder.who.client != client:
             return False
@@ -267,19 +279,37 @@ class LockState:
         if now - self.last_now > self.waiter_silence / 2:
             # Nobody was heard for long: we were stopped or cut off, so that silence says nothing about the waiters.
             for waiter in self.waiters.values():
-                waiter.last_poll = max(waiter.last_poll, now - self.waiter_silence * 2 / 3)
+                waiter.expected = max(waiter.expected, now - self.waiter_silence * 2 / 3)
         self.last_now = now
-        limit = now - self.waiter_silence
-        for waiter in [w for w in self.waiters.values() if w.last_poll < limit]:
-            del self.waiters[waiter.claim]  # no tombstone: it may come back, to the end of the queue
-            self._note(now, "waiter went silent", waiter.claim, waiter.who.label)
+        if now > self._next_expiry:
+            self._drop_silent(now)
         while self.stones and (
             len(self.stones) > MAX_STONES or next(iter(self.stones.values()))[1] < now - STONE_SECONDS
         ):
             self.stones.popitem(last=False)
 
+    def _drop_silent(self, now: float) -> None:
+        limit = now - self.waiter_silence
+        for waiter in [w for w in self.waiters.values() if w.expected < limit]:
+            self._dequeue(waiter.claim)  # no tombstone: it may come back, to the end of the queue
+            self._note(now, "waiter went silent", waiter.claim, waiter.who.label)
+        self._next_expiry = min((w.expected for w in self.waiters.values()), default=math.inf) + self.waiter_silence
+
+    def _enqueue(self, claim: str, who: Who, now: float) -> _Waiter:
+        ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
+        self._tickets.append(ticket)
+        waiter = self.waiters[claim] = _Waiter(
+            claim=claim, who=who, ticket=ticket, since=now, last_poll=now, expected=now
+        )
+        return waiter
+
+    def _dequeue(self, claim: str) -> None:
+        waiter = self.waiters.pop(claim, None)
+        if waiter is not None:
+            del self._tickets[bisect.bisect_left(self._tickets, waiter.ticket)]
+
     def _grant(self, waiter: _Waiter, now: float, wall_ms: int, ttl: float) -> Granted:
-        del self.waiters[waiter.claim]
+        self._dequeue(waiter.claim)
         self.last_fence = self._next_fence(wall_ms)
         self.num_grants += 1
         self.holder = _Holder(
@@ -315,26 +345,30 @@ class LockState:
         self.transitions.append((now, what, claim, label, fence))
 
     def _waiting(self, waiter: _Waiter, now: float) -> Waiting:
-        position = list(self.waiters).index(waiter.claim)
+        position = bisect.bisect_left(self._tickets, waiter.ticket)
         delay = self._delay(position, now)
         if waiter.bell is not None:
             delay = max(delay, BELL_DELAY if position else BELL_FIRST_DELAY)
+        delay = min(delay, max(CAP_DELAY, len(self.waiters) / POLLS_PER_SECOND))
+        waiter.expected = now + delay
+        self._next_expiry = min(self._next_expiry, waiter.expected + self.waiter_silence)
         return Waiting(
             position=position,
-            retry_after=min(CAP_DELAY, delay),
+            retry_after=delay,
             holder=self._describe_holder(now),
             quarantine_left=max(0.0, self.quarantine_until - now),
         )
 
     def _delay(self, position: int, now: float) -> float:
         """Seconds to the next poll. Polls in vain cost everybody, so that only who is due soon polls often."""
+        apart = BASE_DELAY * max(1.0, len(self.waiters) / CROWD)
         if now < self.quarantine_until:
             return max(BASE_DELAY, (self.quarantine_until - now) / 4) * (1 + position)
         held_for = now - self.holder.since if self.holder is not None else 0.0
         left = max(0.0, self.typical_hold - held_for)
         if position == 0:
             return max(FIRST_DELAY, min(PATIENCE_CAP, left / 2 if left > FIRST_DELAY else PATIENCE * held_for))
-        return max(BASE_DELAY * (1 + position), (left + position * self.typical_hold) / 2)
+        return max(apart * (1 + position), (left + position * self.typical_hold) / 2)
 
     def _describe_holder(self, now: float) -> dict[str, Any] | None:
         if (holder := self.holder) is None:

@@ -11,7 +11,7 @@ from tests import lock_netns
 from tests.chaos.conftest import SLACK
 from tests.conftest import Report
 from tests.lock_cancel import every_case, new_lock, storm, until_free, use_shortly
-from tests.lock_scenarios import Figures, contention, kill_holders, kill_server, percentile, stop_holders
+from tests.lock_scenarios import Figures, contention, crowd, kill_holders, kill_server, percentile, stop_holders
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1500)]
 
@@ -26,6 +26,15 @@ async def test_sixteen_processes_take_turns(ray_cluster: Any, report_figures: Re
     assert set(figures.facts.values()) == {0}
     assert figures.p(0.99) <= 0.050 * SLACK
     assert figures.p(0.5) <= 0.010 * SLACK
+
+
+async def test_two_thousand_waiters_are_served_a_hundred_times_a_second(
+    ray_cluster: Any, report_figures: Report
+) -> None:
+    figures = await crowd(2000, 500)
+    report_figures(figures)
+    assert figures.facts["waiters"] == 2000
+    assert sum(figures.seconds) / figures.facts["handovers"] <= 0.010 * SLACK
 
 
 async def test_a_hold_is_cancelled_at_every_await(ray_cluster: Any, report_figures: Report) -> None:

@@ -231,6 +231,38 @@ def test_waiters_poll_most_when_their_turn_is_near(lock: Driver) -> None:
     assert isinstance(lock.poll("b"), Granted)
 
 
+@pytest.mark.parametrize("bell", [None, ("192.0.2.7", 4711)])
+@pytest.mark.parametrize("waiters", [10, 100, 400, 2_000, 20_000])
+def test_however_many_wait_their_polls_leave_the_server_time(
+    lock: Driver, waiters: int, bell: tuple[str, int] | None
+) -> None:
+    lock.poll("holder")
+    for n in range(waiters):
+        lock.poll(f"waiter {n}", bell=bell)
+    delays = [lock.poll(f"waiter {n}", bell=bell).retry_after for n in range(waiters)]
+    assert sum(1 / poll_delay(delay, 0.5) for delay in delays) < 2_000  # it answers 3 000 in a second
+    assert delays[1] <= 0.1 * max(1, waiters / 500)
+
+
+def test_a_waiter_is_silent_only_once_it_is_later_than_it_was_told_to_be(lock: Driver) -> None:
+    lock.poll("a")
+    for n in range(2_000):
+        lock.poll(f"waiter {n}")
+    told = lock.poll("waiter 1999").retry_after
+    assert told == 5.0
+    lock.now += 1.4  # in steps: a server that hears nobody for long blames nobody
+    for _ in range(4):
+        lock.beat("a")
+        lock.now += 1.4
+    assert lock.poll("waiter 1999").position < 1999
+    assert "waiter 0" not in lock.state.waiters
+    for _ in range(6):
+        lock.beat("a")
+        lock.now += 1.4
+    lock.beat("a")
+    assert not lock.state.waiters
+
+
 # ------------------------------------------------------------------------------------ the client's half
 
 
