@@ -69,6 +69,7 @@ class BroadcastLock:
     ) -> BroadcastLock:
         """The lock called ``name``, made now if there is none; many processes may ask at once and share one.
 
+        One that is found while it ends with its creator is made again, also when that shows only in the next seconds.
         It lives as long as the process that made it (and its handles), or with ``lifetime="detached"`` until
         `shutdown`. ``namespace``: Ray's, this job's by default. ``ttl``: the lease, seconds. ``server_options`` go
         to `LockServer`, ``actor_options`` to Ray, ``options`` as for `BroadcastLock`.
@@ -84,11 +85,10 @@ class BroadcastLock:
             "enable_task_events": False,
             **(actor_options or {}),
         }
-        lock._link.handle = (
-            ray.remote(LockServer)
-            .options(name=name, namespace=lock.namespace, get_if_exists=True, lifetime=lifetime, **ray_options)
-            .remote(name, ttl=ttl, **(server_options or {}))
+        actor = ray.remote(LockServer).options(
+            name=name, namespace=lock.namespace, get_if_exists=True, lifetime=lifetime, **ray_options
         )
+        lock._link.get_or_make(lambda: actor.remote(name, ttl=ttl, **(server_options or {})))
         return lock
 
     @classmethod
@@ -144,6 +144,7 @@ class BroadcastLock:
             await self._link.ready(timeout)
         except LockUnavailable:
             return
+        self._link.let_go()
         import ray
 
         worker = DaemonWorker("wsync-lock-shutdown")
