@@ -32,75 +32,52 @@ class RoundUpdate(Update):
     member: RoundMember
 
     async def _carry_out(self, spec: UpdateSpec, engines: list[RolloutEngine]) -> None:
-        done = False
-        try:
-            attempt = await self._gather(spec, engines)
-            await self._take_part(attempt, spec)
-            done = True
-        finally:
-            if not done:
-                await self._give_up()
+        attempt = self._attempt(replace(spec, strict=False), engines)
+        async with self._ending_with_the_round(attempt):
+            await self._gather(attempt, spec)
+            watch = asyncio.get_running_loop().create_task(self.member.watch(self.interrupt), name="wsync round watch")
+            try:
+                await (self._lead(attempt, spec) if self.member.leads else self._follow(attempt))
+            finally:
+                watch.cancel()
 
-    async def _give_up(self) -> None:
-        why = sys.exception() or Cancelled("it gave up")
-        await finish(self.member.give_up(str(why) or "cancelled"), name="leaving a failed round")
-
-    async def _gather(self, spec: UpdateSpec, engines: list[RolloutEngine]) -> Attempt:
+    async def _gather(self, attempt: Attempt, spec: UpdateSpec) -> None:
         """Wait until all sources are there. We have touched nothing yet; the others may have, by the time we look."""
         with self.story.during("gather"):
             packed = pack_update(replace(spec, buckets=()))
-            names = tuple(engine.name for engine in engines)
-            await self.member.join(version=spec.version, engines=names, manifest=packed)
-            attempt = self._attempt(replace(spec, update_id=self.member.update_id, strict=False), engines)
-            limit = self.settings.timeouts.lock
-            gathered = False
-            try:
-                phases = (Phase.OPENING, Phase.SENDING, Phase.CLOSING)
-                await self.member.until(*phases, interrupt=self.interrupt, limit=limit)
-                gathered = True
-            finally:
-                if not gathered:
-                    await self._give_up()
-                    if self.member.may_be_touched:
-                        attempt.mark_updating()
-                        for engine in engines:
-                            attempt.record(engine).fail()
-        return attempt
-
-    async def _take_part(self, attempt: Attempt, spec: UpdateSpec) -> None:
-        watch = asyncio.get_running_loop().create_task(self.member.watch(self.interrupt), name="wsync round watch")
-        try:
-            async with self._failing_with_the_round(attempt):
-                await (self._lead(attempt, spec) if self.member.leads else self._follow(attempt))
-        finally:
-            watch.cancel()
+            names = tuple(engine.name for engine in attempt.engines)
+            await attempt.calls.race(self.member.join(version=spec.version, engines=names, manifest=packed))
+            attempt.update = replace(attempt.update, update_id=self.member.update_id)
+            phases = (Phase.OPENING, Phase.SENDING, Phase.CLOSING)
+            await attempt.calls.race(self.member.until(*phases, limit=self.settings.timeouts.lock))
 
     # -------------------------------------------------------------------------- the two roles
 
     async def _lead(self, attempt: Attempt, spec: UpdateSpec) -> None:
         async with self._turn_to_send(attempt):
-            whole = replace(spec, manifest=await self._union(), buckets=())
+            whole = replace(spec, manifest=await attempt.calls.race(self._union()), buckets=())
             await attempt.check(whole)
             await attempt.connect()
             await attempt.open()
-            await self.member.tell("opened")
-        await self.member.tell("sent")
-        await self._until(Phase.CLOSING)
+            await attempt.calls.race(self.member.tell("opened"))
+        await attempt.calls.race(self.member.tell("sent"))
+        await self._until(attempt, Phase.CLOSING)
         async with self._hold():
             async with self._settled(attempt):
                 await attempt.close(self.verify)
-                await self.member.tell("closed")
+                # Not to be interrupted: the version is out, and the others are to know.
+                await self.member.tell("closed", limit=self.settings.timeouts.drain)
             await finish(self._serve_again(attempt), name="resuming after an update")
 
     async def _follow(self, attempt: Attempt) -> None:
-        await self._until(Phase.SENDING)
+        await self._until(attempt, Phase.SENDING)
         if attempt.update.buckets:
             async with self._turn_to_send(attempt):
                 await attempt.join()
         else:
             attempt.mark_updating()
-        await self.member.tell("sent")
-        await self._until(Phase.DONE)
+        await attempt.calls.race(self.member.tell("sent"))
+        await self._until(attempt, Phase.DONE)
         attempt.published_by_leader()
 
     async def _union(self) -> Manifest:
@@ -124,9 +101,9 @@ class RoundUpdate(Update):
     def _may_be_empty(self) -> bool:
         return True  # a source with nothing to send takes part all the same
 
-    async def _until(self, phase: Phase) -> None:
+    async def _until(self, attempt: Attempt, phase: Phase) -> None:
         with self.story.during("wait for sources"):
-            await self.member.until(phase, Phase.DONE, interrupt=self.interrupt)
+            await attempt.calls.race(self.member.until(phase, Phase.DONE))
 
     @asynccontextmanager
     async def _turn(self, attempt: Attempt) -> AsyncIterator[None]:
@@ -152,21 +129,36 @@ class RoundUpdate(Update):
         return attempt
 
     @asynccontextmanager
-    async def _failing_with_the_round(self, attempt: Attempt) -> AsyncIterator[None]:
-        """A failure between two turns has nothing under way: only write down what became of the engines."""
-        failure: Exception | None = None
+    async def _ending_with_the_round(self, attempt: Attempt) -> AsyncIterator[None]:
+        """However our part ends early, it ends for all, and what became of the engines is written down."""
+        first: BaseException | None = None
+        done = False
         try:
             yield
+            done = True
         except UpdateFailed:
+            done = True  # in a turn of ours, which settled it
             raise
         except Exception as error:
-            failure = error
-        if failure is not None:
-            raise await Aftermath(attempt, await self._explain(attempt, failure)).run()
+            first = error
+        finally:
+            if not done:  # also on the way out of a cancellation
+                first = first or sys.exception() or Cancelled("it was cancelled")
+                failure = await finish(self._end(attempt, first), name="leaving a failed round")
+        if not done and failure is not None:
+            raise failure
+
+    async def _end(self, attempt: Attempt, first: BaseException) -> UpdateFailed | None:
+        """Nothing of ours is under way between two turns. None where the round has gone well all the same."""
+        explained = await self._explain(attempt, first)
+        if self.member.published and not self.member.leads:
+            attempt.published_by_leader()
+            return None
+        return await Aftermath(attempt, explained).run()
 
     async def _explain(self, attempt: Attempt, first: BaseException) -> BaseException:
         """Our failure is everyone's, and at once. Theirs, where it came first, is the better explanation of ours."""
-        await self.member.give_up(str(first))
+        await self.member.give_up(str(first) or "it was cancelled", limit=self._drain_left())
         if self.member.may_be_touched and not self.story.published:
             attempt.mark_updating()  # whatever we did, another source may have sent
         failed = self.member.failure

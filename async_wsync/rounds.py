@@ -29,6 +29,7 @@ logger = logging.getLogger("async_wsync")
 
 _POLL_FIRST, _POLL_LAST = 0.005, 0.25
 _ANSWER = 5.0  # seconds for one answer of the round's actor
+_OVER = (Phase.DONE, Phase.FAILED)
 
 
 class RoundServer:
@@ -43,10 +44,28 @@ class RoundServer:
     def watch(self, card: ClientCard, refs: list[Any], beacon: Any = None) -> None:
         self._obituaries.watch(card, refs[0] if refs else None, beacon)
 
-    def join(self, source: str, client: str, version: int, engines: tuple[str, ...], manifest: bytes) -> View:
-        view = self._state.join(source, client, version=version, engines=engines, now=self._now())
+    def join(
+        self,
+        source: str,
+        member: str,
+        client: str,
+        version: int,
+        engines: tuple[str, ...],
+        num_sources: int | None,
+        manifest: bytes,
+    ) -> View:
+        view = self._state.join(
+            source,
+            client,
+            member=member,
+            version=version,
+            engines=engines,
+            num_sources=num_sources,
+            now=self._now(),
+        )
         self._obituaries.heard(client)
-        self._manifests.setdefault(view.round_id, {})[source] = manifest
+        if view.phase is not Phase.FAILED:
+            self._manifests.setdefault(view.round_id, {})[source] = manifest
         while len(self._manifests) > 2:
             del self._manifests[next(iter(self._manifests))]
         return view
@@ -55,9 +74,15 @@ class RoundServer:
         """Source to its packed part."""
         return self._manifests.get(round_id, {})
 
-    def tell(self, verb: str, round_id: str, source: str, client: str, *args: str) -> View:
+    def leave(self, source: str, member: str, why: str) -> View | None:
+        """For a member that does not know whether it has joined; None where it has not."""
+        self._now()
+        return self._state.leave(source, member, why)
+
+    def tell(self, verb: str, round_id: str, source: str, member: str, client: str, *args: str) -> View:
         """``verb``: view, opened, sent, closed or fail."""
         self._obituaries.heard(client)
+        self._state.spoke(round_id, source, member)
         step = {
             "view": self._state.view,
             "opened": self._state.opened,
@@ -84,11 +109,14 @@ class UpdateRound:
     ends is noticed within 2 s whatever this says.
     """
 
-    def __init__(self, *, name: str, namespace: str | None = None, handle: Any = None) -> None:
+    def __init__(
+        self, *, name: str, namespace: str | None = None, handle: Any = None, num_sources: int | None = None
+    ) -> None:
         if not name:
             raise ValueError("a round needs a name")
         self.name = name
         self.namespace = namespace
+        self._num_sources = num_sources
         self._link = LockLink(name=name, namespace=namespace, handle=handle, beacon=False, what="round")
 
     @classmethod
@@ -108,20 +136,18 @@ class UpdateRound:
         import ray
 
         namespace = namespace or ray.get_runtime_context().namespace
-        handle = (
-            ray.remote(RoundServer)
-            .options(
-                name=name,
-                namespace=namespace,
-                get_if_exists=True,
-                lifetime=lifetime,
-                num_cpus=0,
-                max_concurrency=1,
-                enable_task_events=False,
-            )
-            .remote(num_sources=num_sources, silence=silence)
+        actor = ray.remote(RoundServer).options(
+            name=name,
+            namespace=namespace,
+            get_if_exists=True,
+            lifetime=lifetime,
+            num_cpus=0,
+            max_concurrency=1,
+            enable_task_events=False,
         )
-        return cls(name=name, namespace=namespace, handle=handle)
+        round_ = cls(name=name, namespace=namespace, num_sources=num_sources)
+        round_._link.get_or_make(lambda: actor.remote(num_sources=num_sources, silence=silence))
+        return round_
 
     @classmethod
     def connect(cls, *, name: str, namespace: str | None = None) -> UpdateRound:
@@ -134,7 +160,7 @@ class UpdateRound:
         return f"<UpdateRound {self.name!r} in {self.namespace!r}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self.name, self.namespace, self._link.handle)
+        return _rebuild, (self.name, self.namespace, self._link.handle, self._num_sources)
 
     async def status(self) -> dict[str, Any]:
         """Plain data: ``round``, ``version``, ``phase``, ``leader``, ``sources`` (seconds since heard), ``failure``."""
@@ -143,17 +169,20 @@ class UpdateRound:
         return answer
 
     def member(self, source: str) -> RoundMember:
-        return RoundMember(self.name, self._link, source)
+        return RoundMember(self.name, self._link, source, num_sources=self._num_sources)
 
 
 class RoundMember:
     """One source's part in one round. Every error here is a `RoundFailed`."""
 
-    def __init__(self, name: str, link: LockLink, source: str) -> None:
+    def __init__(self, name: str, link: LockLink, source: str, *, num_sources: int | None) -> None:
         self._name = name
         self._link = link
         self._source = source
+        self._num_sources = num_sources
+        self._member = uuid.uuid4().hex
         self._version = 0
+        self._asked = False  # to be let in, answered or not
         self.view: View | None = None
 
     @property
@@ -172,21 +201,19 @@ class RoundMember:
         except LockError as error:
             raise self._failed(str(error)) from error
         self._link.register()
-        self.view = await self._ask("join", self._source, self._link.client, version, engines, manifest)
+        self._asked = True
+        about = (self._source, self._member, self._link.client, version, engines, self._num_sources, manifest)
+        self._take_in(await self._ask("join", *about))
 
     async def manifests(self) -> dict[str, bytes]:
         answer: dict[str, bytes] = await self._ask("manifests", self.update_id)
         return answer
 
-    async def tell(self, verb: str, *args: str) -> View:
+    async def tell(self, verb: str, *args: str, limit: float = _ANSWER) -> View:
         """Say how far we are; returns how far the round is. Raises `RoundFailed` if it is over for us."""
-        view: View = await self._ask("tell", verb, self.update_id, self._source, self._link.client, *args)
-        self.view = view
-        if view.phase is Phase.FAILED and verb != "fail":
-            raise self._failed(view.failure, view.failed_source)
-        return view
+        return self._take_in(await self._tell(verb, *args, limit=limit))
 
-    async def until(self, *phases: Phase, interrupt: Interrupt, limit: float | None = None) -> View:
+    async def until(self, *phases: Phase, limit: float | None = None) -> View:
         """Wait for the round to reach one of ``phases``."""
         loop = asyncio.get_running_loop()
         deadline = None if limit is None else loop.time() + limit
@@ -195,11 +222,9 @@ class RoundMember:
             view = await self.tell("view")
             if view.phase in phases:
                 return view
-            if interrupt.reason is not None:
-                raise interrupt.reason
             if deadline is not None and loop.time() > deadline:
                 raise self._failed(f"still waiting for {', '.join(view.waiting_for)} after {limit:g} s (Timeouts.lock)")
-            await asyncio.wait({interrupt.future}, timeout=delay)
+            await asyncio.sleep(delay)
             delay = min(2 * delay, _POLL_LAST)
 
     async def watch(self, interrupt: Interrupt) -> None:
@@ -220,33 +245,52 @@ class RoundMember:
         return self._failed(view.failure, view.failed_source)
 
     @property
+    def published(self) -> bool:
+        return self.view is not None and self.view.phase is Phase.DONE
+
+    @property
     def may_be_touched(self) -> bool:
-        """Whether some source may have sent, also one whose round failed before we saw it open.
+        """Whether some source may have sent, as far as we know. To be asked after `give_up`.
 
-        Once we take part, a round that no longer answers counts as open.
+        A round that may have let us in and has not answered since may have gone on without our knowledge.
         """
-        view = self.view
-        return view is not None and (view.opened or view.phase is Phase.OPENING)
+        if self.view is None:
+            return self._asked
+        return self.view.opened or self.view.phase not in _OVER
 
-    async def give_up(self, why: str) -> None:
-        """Tell the others that we can't go on."""
-        if self.view is None or self.view.phase in (Phase.DONE, Phase.FAILED):
+    async def give_up(self, why: str, *, limit: float) -> None:
+        """Tell the others that we can't go on, and learn how far they are."""
+        if not self._asked or (self.view is not None and self.view.phase in _OVER):
             return
         try:
-            await self.tell("fail", why)
+            if self.view is None:
+                self.view = await self._ask("leave", self._source, self._member, why, limit=limit)
+                self._asked = self.view is not None
+            else:
+                self.view = await self._tell("fail", why, limit=limit)
         except RoundFailed as error:
             logger.warning("round %r could not be told that %s gave up: %s", self._name, self._source, error)
 
-    async def _ask(self, method: str, *args: Any) -> Any:
+    async def _tell(self, verb: str, *args: str, limit: float = _ANSWER) -> View:
+        who = (self._source, self._member, self._link.client)
+        view: View = await self._ask("tell", verb, self.update_id, *who, *args, limit=limit)
+        return view
+
+    def _take_in(self, view: View) -> View:
+        self.view = view
+        if view.phase is Phase.FAILED:
+            raise self._failed(view.failure, view.failed_source)
+        return view
+
+    async def _ask(self, method: str, *args: Any, limit: float = _ANSWER) -> Any:
+        limit = min(limit, _ANSWER)
         try:
-            return await self._link.ask(method, *args, timeout=_ANSWER)
+            return await self._link.ask(method, *args, timeout=limit)
         except TimeoutError as error:
-            raise self._failed(f"its actor did not answer within {_ANSWER:g} s") from error
+            raise self._failed(f"its actor did not answer within {limit:g} s") from error
         except RemoteDied as error:
             raise self._failed(f"its actor can't be reached: {error}") from error
         except LockError as error:
-            if isinstance(error.__cause__, ValueError):
-                raise self._failed(str(error.__cause__)) from error
             raise self._failed(str(error)) from error
 
     def _failed(self, why: str, source: str = "") -> RoundFailed:
@@ -257,5 +301,5 @@ class RoundMember:
         )
 
 
-def _rebuild(name: str, namespace: str | None, handle: Any) -> UpdateRound:
-    return UpdateRound(name=name, namespace=namespace, handle=handle)
+def _rebuild(name: str, namespace: str | None, handle: Any, num_sources: int | None) -> UpdateRound:
+    return UpdateRound(name=name, namespace=namespace, handle=handle, num_sources=num_sources)

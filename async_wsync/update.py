@@ -81,7 +81,6 @@ class Update:
     failure: UpdateFailed | None = None
     interrupt: Interrupt = field(default_factory=Interrupt)
     backend: str = ""
-    _over_by: float = 0.0  # all of it, in the loop's time
     _drained_by: float | None = None  # since the caller was cancelled
     _early: asyncio.Timeout | None = None
     _timers: list[asyncio.TimerHandle] = field(default_factory=list)
@@ -92,11 +91,11 @@ class Update:
     async def run(self) -> UpdateReport:
         loop = asyncio.get_running_loop()
         limit = self.settings.timeouts.total
-        self._over_by = loop.time() + limit
+        self.interrupt.future.add_done_callback(lambda _: self._break_wait())
         self._timers.append(loop.call_later(limit, lambda: self.interrupt.fire(self._out_of_time())))
         done = False
         try:
-            async with self._within_total():
+            async with self._interruptible():
                 spec = await self._plan()
                 engines = await self._greet()
             self._start_bar(spec)
@@ -116,20 +115,25 @@ class Update:
             self.story.event("update_finished" if done else "update_failed")
 
     @asynccontextmanager
-    async def _within_total(self) -> AsyncIterator[None]:
-        """For the waits before anything was touched, which do not race against the interrupt themselves."""
+    async def _interruptible(self) -> AsyncIterator[None]:
+        """For the waits of this task that do not race against the interrupt themselves: it breaks them off."""
         if (reason := self.interrupt.reason) is not None:
             raise reason
         try:
-            async with asyncio.timeout_at(self._over_by) as early:
+            async with asyncio.timeout(None) as early:
                 self._early = early
                 yield
         except TimeoutError as error:
             if not early.expired() or isinstance(error, WeightSyncError):
                 raise
-            raise self.interrupt.reason or self._out_of_time() from error
+            assert self.interrupt.reason is not None
+            raise self.interrupt.reason from error
         finally:
             self._early = None
+
+    def _break_wait(self) -> None:
+        if self._early is not None:
+            self._early.reschedule(asyncio.get_running_loop().time())
 
     @property
     def _may_be_empty(self) -> bool:
@@ -207,12 +211,14 @@ class Update:
         try:
             async with AsyncExitStack() as stack:
                 with self.story.during("lock"):
-                    async with self._within_total():
+                    async with self._interruptible():
                         hold = self.lock.hold(label=label, timeout=self.settings.timeouts.lock)
                         self.story.held = await stack.enter_async_context(hold)
-                self.story.event("lock_acquired")
-                self.committed = True
                 try:
+                    if self.interrupt.reason is not None:  # it came with the grant
+                        raise self.interrupt.reason
+                    self.story.event("lock_acquired")
+                    self.committed = True
                     yield
                 finally:
                     self.story.held = None
@@ -359,8 +365,6 @@ class Update:
     def break_off(self, reason: Exception) -> None:
         """End the update with this failure, wherever it is."""
         self.interrupt.fire(reason)
-        if self._early is not None:
-            self._early.reschedule(asyncio.get_running_loop().time())
 
     def cancelled(self, task: asyncio.Task[UpdateReport]) -> None:
         """The caller was cancelled. Before anything was touched, leave; after that, finish or stop within ``drain``."""

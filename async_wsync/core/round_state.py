@@ -10,7 +10,7 @@ wrong for one ends the round for all. ``now`` is a monotonic time in seconds.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 __all__ = ["SUCCESSION", "Phase", "RoundState", "View"]
 
@@ -52,7 +52,10 @@ class _Round:
     began: float
     phase: Phase = Phase.GATHERING
     sources: dict[str, float] = field(default_factory=dict)  # name to when it was last heard
-    clients: dict[str, str] = field(default_factory=dict)  # process to source
+    clients: dict[str, str] = field(default_factory=dict)  # source to its process
+    members: dict[str, str] = field(default_factory=dict)  # source to the one member that speaks for it
+    versions: set[int] = field(default_factory=set)  # also those that were refused
+    refused: set[str] = field(default_factory=set)  # sources that were told why they, or others, do not fit
     opened: bool = False
     sent: set[str] = field(default_factory=set)
     failed_source: str = ""
@@ -81,39 +84,101 @@ class RoundState:
         self._prefix = prefix  # tells the rounds of one server from those of the next
         self._rounds: dict[str, _Round] = {}
         self._count = 0
+        self._speaks: dict[str, str] = {}  # source to the process that spoke for it last
         self._dead: dict[str, tuple[float, str]] = {}  # sources whose process ended, until another speaks for them
 
-    def join(self, source: str, client: str, *, version: int, engines: tuple[str, ...], now: float) -> View:
-        """Take part in the next update. Repeatable; ValueError where this source disagrees with those already there."""
+    def join(
+        self,
+        source: str,
+        client: str,
+        *,
+        version: int,
+        engines: tuple[str, ...],
+        now: float,
+        member: str = "",
+        num_sources: int | None = None,
+    ) -> View:
+        """Take part in the next update; repeatable. ``member`` tells apart two that call themselves ``source``.
+
+        A source that does not fit those already there is answered by a round that failed, and so is everybody else:
+        their own too, as long as nothing was sent, and whoever of that round comes only later.
+        """
         current = self._current()
+        if current is not None and self._comes_late(current, source, version):
+            current.refused.add(source)
+            return self._view(current)
         if current is None or current.over:
             self._count += 1
-            current = _Round(f"{self._prefix}-{self._count}", version, engines, now)
+            current = _Round(f"{self._prefix}-{self._count}", version, engines, now, versions={version})
             self._rounds[current.round_id] = current
             self._forget()
-        if source not in current.sources:
-            self._admit(current, source, version, engines)
+        why = self._misfit(current, source, member, version, engines, num_sources)
+        if why:
+            return self._refuse(current, source, version, why)
         current.sources[source] = now
-        current.clients[client] = source
+        current.clients[source] = client
+        current.members[source] = member
+        self._speaks[source] = client
         self._dead.pop(source, None)
         if len(current.sources) == self._num_sources and current.phase is Phase.GATHERING:
             current.phase = Phase.OPENING
         return self.view(current.round_id, source, now=now)
 
-    def _admit(self, current: _Round, source: str, version: int, engines: tuple[str, ...]) -> None:
-        if current.phase is not Phase.GATHERING:
-            raise ValueError(
+    def _misfit(
+        self, current: _Round, source: str, member: str, version: int, engines: tuple[str, ...], num_sources: int | None
+    ) -> str:
+        """Why this source can't take part; empty where it can."""
+        if num_sources is not None and num_sources != self._num_sources:
+            return f"source {source!r} made the round for {num_sources} sources, but it exists for {self._num_sources}"
+        known = source in current.sources
+        if current.phase is not Phase.GATHERING and not (known and current.members[source] == member):
+            return (
                 f"source {source!r} comes to {current.round_id}, which already runs with {', '.join(current.sources)}: "
-                f"more than {self._num_sources} sources, or one that was replaced too early; try again once it is over"
+                f"more than {self._num_sources} sources, two of one name, or one that was replaced too early; "
+                "try again once it is over"
             )
         if version != current.version:
-            raise ValueError(
-                f"source {source!r} brings version {version}, but {current.leader!r} version {current.version}"
-            )
+            return f"source {source!r} brings version {version}, but {current.leader!r} version {current.version}"
         if sorted(engines) != sorted(current.engines):
-            raise ValueError(
-                f"source {source!r} sends to {sorted(engines)}, but {current.leader!r} to {sorted(current.engines)}"
-            )
+            return f"source {source!r} sends to {sorted(engines)}, but {current.leader!r} to {sorted(current.engines)}"
+        return ""
+
+    def _refuse(self, current: _Round, source: str, version: int, why: str) -> View:
+        if current.opened:
+            # What it sends is complete without this source: its parts were checked together.
+            return replace(self._view(current), phase=Phase.FAILED, failed_source=source, failure=why)
+        self._fail(current, source, why)
+        current.versions.add(version)
+        current.refused.add(source)
+        return self._view(current)
+
+    def _comes_late(self, current: _Round, source: str, version: int) -> bool:
+        """Whether this source belongs to a round that failed, before it came, because its sources do not fit."""
+        told = current.refused | current.sources.keys()
+        return (
+            bool(current.refused)
+            and source not in told
+            and len(told) < self._num_sources
+            and version in current.versions
+        )
+
+    def spoke(self, round_id: str, source: str, member: str) -> None:
+        """``member`` speaks for ``source``. Where another one does too, some source is missing, so nobody goes on.
+
+        Told only once both have spoken: a dead source's successor may come before its death is noticed.
+        """
+        current = self._rounds.get(round_id)
+        if current is not None and not current.over and current.members.get(source, member) != member:
+            self._fail(current, source, f"two sources call themselves {source!r}; each needs a name of its own")
+
+    def leave(self, source: str, member: str, why: str) -> View | None:
+        """``member`` leaves the round that it may have joined; that round, or None where it never did."""
+        current = next((r for r in reversed(self._rounds.values()) if r.members.get(source) == member), None)
+        if current is None:
+            return None
+        if not current.over:
+            self._fail(current, source, why)
+        return self._view(current)
 
     def view(self, round_id: str, source: str, *, now: float) -> View:
         """How the round stands; asking also says that ``source`` is alive."""
@@ -130,8 +195,11 @@ class RoundState:
         if source in current.sources:
             current.sources[source] = now
         self._notice_silence(current, now)
+        return self._view(current)
+
+    def _view(self, current: _Round) -> View:
         return View(
-            round_id=round_id,
+            round_id=current.round_id,
             version=current.version,
             phase=current.phase,
             leader=current.leader,
@@ -170,9 +238,9 @@ class RoundState:
     def died(self, client: str, why: str, *, now: float) -> None:
         """A process is gone. The round it was in fails; one that gathers later waits for its successor only briefly."""
         for current in self._rounds.values():
-            source = current.clients.get(client)
-            if source is not None:
-                self._dead[source] = (now, why)
+            for source in [name for name, process in current.clients.items() if process == client]:
+                if self._speaks[source] == client:
+                    self._dead[source] = (now, why)
                 if not current.over:
                     self._fail(current, source, why)
 

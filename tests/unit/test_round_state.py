@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -116,20 +115,80 @@ def test_a_silent_source_fails_the_round() -> None:
     assert (view.phase, view.failed_source) == (Phase.FAILED, "b")
 
 
-def test_sources_that_disagree_are_told_so() -> None:
+def test_a_source_that_disagrees_ends_the_round_for_all() -> None:
     state = _round()
-    _join(state, "a", version=1)
-    with pytest.raises(ValueError, match="version 2"):
-        _join(state, "b", version=2)
-    with pytest.raises(ValueError, match="sends to"):
-        state.join("b", "process-of-b", version=1, engines=("e0",), now=0.0)
+    round_id = _join(state, "a", version=1).round_id
+    refused = _join(state, "b", version=2)
+    assert refused == state.view(round_id, "a", now=0.0)
+    assert (refused.phase, refused.failed_source, refused.opened) == (Phase.FAILED, "b", False)
+    assert "version 2" in refused.failure
+    _join(state, "a", version=3)
+    refused = state.join("b", "process-of-b", version=3, engines=("e0",), now=0.0)
+    assert "sends to ['e0'], but 'a' to ['e0', 'e1']" in refused.failure
+    _join(state, "a", version=4)
+    refused = state.join("b", "process-of-b", version=4, engines=ENGINES, num_sources=3, now=0.0)
+    assert "for 3 sources, but it exists for 2" in refused.failure
 
 
-def test_a_source_too_many_is_refused_while_a_round_runs() -> None:
+def test_who_belongs_to_a_round_of_sources_that_do_not_fit_is_told_so_once_and_then_starts_afresh() -> None:
+    state = _round(num_sources=3)
+    round_id = _join(state, "a").round_id
+    state.join("b", "process-of-b", version=1, engines=("e0",), now=0.0)
+    late = _join(state, "c")
+    assert (late.round_id, late.phase, late.failed_source) == (round_id, Phase.FAILED, "b")
+    assert [_join(state, source).phase for source in "cab"] == [Phase.GATHERING, Phase.GATHERING, Phase.OPENING]
+
+
+def test_a_round_that_failed_for_another_reason_does_not_keep_a_source_from_starting_the_next() -> None:
+    state = _round(num_sources=3)
+    state.fail(_join(state, "a").round_id, "a", "cancelled", now=0.0)
+    assert _join(state, "b").phase is Phase.GATHERING
+
+
+def test_a_source_too_many_ends_a_round_that_has_not_sent_and_leaves_one_alone_that_has() -> None:
     state = _round()
-    _sending(state)
-    with pytest.raises(ValueError, match="already runs"):
-        _join(state, "c")
+    _join(state, "a")
+    round_id = _join(state, "b").round_id
+    refused = _join(state, "c")
+    assert (refused.phase, refused.opened) == (Phase.FAILED, False)
+    assert "already runs" in refused.failure
+    assert state.view(round_id, "a", now=0.0).failure == refused.failure
+    round_id = _sending(state)
+    refused = _join(state, "c")
+    assert (refused.phase, refused.failed_source, refused.opened) == (Phase.FAILED, "c", True)
+    assert state.view(round_id, "a", now=0.0).phase is Phase.SENDING
+
+
+def test_two_sources_of_one_name_end_the_round_once_both_have_spoken() -> None:
+    state = _round()
+    first = state.join("a", "one", member="m1", version=1, engines=ENGINES, now=0.0)
+    state.join("a", "two", member="m2", version=1, engines=ENGINES, now=0.0)
+    state.spoke(first.round_id, "a", "m2")
+    assert state.view(first.round_id, "a", now=0.0).phase is Phase.GATHERING
+    state.spoke(first.round_id, "a", "m1")
+    assert "two sources call themselves 'a'" in state.view(first.round_id, "a", now=0.0).failure
+
+
+def test_a_successor_may_join_before_its_predecessors_death_is_noticed() -> None:
+    state = _round()
+    state.join("a", "old", member="m1", version=1, engines=ENGINES, now=0.0)
+    state.join("a", "new", member="m2", version=1, engines=ENGINES, now=0.1)
+    state.died("old", "its process died", now=0.2)
+    view = _join(state, "b", now=0.3)
+    assert view.phase is Phase.OPENING
+    state.fail(view.round_id, "b", "cancelled", now=0.4)
+    later = _join(state, "b", now=0.5)
+    assert state.view(later.round_id, "b", now=0.5 + 2 * SUCCESSION).phase is Phase.GATHERING
+
+
+def test_who_does_not_know_whether_it_has_joined_can_leave() -> None:
+    state = _round()
+    assert state.leave("a", "m1", "cancelled") is None
+    round_id = state.join("a", "one", member="m1", version=1, engines=ENGINES, now=0.0).round_id
+    assert state.leave("a", "m2", "cancelled") is None
+    view = state.leave("a", "m1", "cancelled")
+    assert view is not None
+    assert (view.round_id, view.phase, view.failure) == (round_id, Phase.FAILED, "cancelled")
 
 
 def test_an_unknown_round_has_failed() -> None:
@@ -151,10 +210,7 @@ def test_whatever_comes_a_version_is_done_only_with_every_part(steps: list[tuple
     for now, (step, source) in enumerate(steps):
         at = now * 0.01
         if step == "join":
-            try:
-                current = _join(state, source, now=at, client=f"{source}{now}").round_id
-            except ValueError:
-                continue
+            current = _join(state, source, now=at, client=f"{source}{now}").round_id
         elif step == "died":
             state.died(f"{source}{now}", "died", now=at)
             dead.add(source)
