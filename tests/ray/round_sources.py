@@ -60,8 +60,7 @@ class Source:
 
     async def cancel(self) -> bool:
         """Cancel the update under way; False where there is none."""
-        update, self.running = self.running, None
-        return update is not None and update.cancel()
+        return self.running is not None and self.running.cancel()
 
     async def resources(self) -> dict[str, int]:
         return {**resources(), "tasks": len(asyncio.all_tasks())}
@@ -76,8 +75,14 @@ class Source:
         self.kill_at, self.events = kill_at, []
         part = {} if empty else part_of(seed, self.index, num_sources)
         outcome: dict[str, Any] = {"error": None, "error_kind": None}
+        update = self.broadcaster.update_weights(StateDictSource(part), version=version, round=self.round, verify=None)
+        self.running = asyncio.create_task(update)
         try:
-            await self.broadcaster.update_weights(StateDictSource(part), version=version, round=self.round, verify=None)
+            await asyncio.wait({self.running})
+            if self.running.cancelled():
+                outcome = {"error": "cancelled", "error_kind": "CancelledError"}
+            else:
+                self.running.result()
         except WeightSyncError as error:
             outcome = {"error": str(error), "error_kind": type(error).__name__}
         self.running = None
