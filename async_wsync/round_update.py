@@ -124,6 +124,7 @@ class RoundUpdate(Update):
     def _attempt(self, spec: UpdateSpec, engines: list[RolloutEngine]) -> Attempt:
         attempt = super()._attempt(spec, engines)
         attempt.may_leave_behind = False  # all sources have agreed on the engines
+        attempt.settings = replace(self.settings, on_engine_failure="raise")
         if self.settings.lock_scope == "bucket":
             attempt.turn = lambda: self._turn(attempt)
         return attempt

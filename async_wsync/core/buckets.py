@@ -15,8 +15,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from itertools import accumulate
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -69,7 +68,13 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def param_meta(name: str, tensor: torch.Tensor, *, dtype: torch.dtype | None = None) -> ParamMeta:
     """The meta of ``tensor`` as it travels, cast to ``dtype`` if given."""
-    return ParamMeta(name=name, dtype=dtype_name(dtype or tensor.dtype), shape=tuple(tensor.shape))
+    return ParamMeta(name=name, dtype=dtype_name(dtype or tensor.dtype), shape=_shape(tensor.shape))
+
+
+@lru_cache(maxsize=4096)
+def _shape(size: torch.Size) -> tuple[int, ...]:
+    """One object for all tensors of this shape: a model has thousands of tensors and few shapes."""
+    return tuple(size)
 
 
 @cache
@@ -179,16 +184,18 @@ def lay_out(bucket: BucketSpec, wire: WireFormat) -> Layout:
     if wire is WireFormat.PER_TENSOR or (wire is WireFormat.FLATTENED and len(bucket.params) == 1):
         return Layout(bucket=bucket, wire=wire, flat=(), flat_nbytes=0, direct=bucket.params)
     limit = DIRECT_BYTES if wire is WireFormat.PACKED else math.inf
-    sized = [(meta, param_nbytes(meta)) for meta in bucket.params]
-    direct = tuple(meta for meta, nbytes in sized if nbytes >= limit)
-    small = [(meta, nbytes) for meta, nbytes in sized if nbytes < limit]
-    rank = {dtype: (-_itemsize(dtype), dtype) for dtype in {meta.dtype for meta, _ in small}}
+    direct = tuple(meta for meta in bucket.params if param_nbytes(meta) >= limit)
+    small = [meta for meta in bucket.params if param_nbytes(meta) < limit]
+    rank = {dtype: (-_itemsize(dtype), dtype) for dtype in {meta.dtype for meta in small}}
     if len(rank) > 1:
-        small.sort(key=lambda item: rank[item[0].dtype])
-    offsets = accumulate((nbytes for _, nbytes in small), initial=0)
-    slots = tuple(Slot(meta, offset, nbytes) for (meta, nbytes), offset in zip(small, offsets, strict=False))
-    total = slots[-1].offset + slots[-1].nbytes if slots else 0
-    return Layout(bucket=bucket, wire=wire, flat=slots, flat_nbytes=total, direct=direct)
+        small.sort(key=lambda meta: rank[meta.dtype])
+    slots: list[Slot] = []
+    total = 0
+    for meta in small:
+        nbytes = param_nbytes(meta)
+        slots.append(Slot(meta, total, nbytes))
+        total += nbytes
+    return Layout(bucket=bucket, wire=wire, flat=tuple(slots), flat_nbytes=total, direct=direct)
 
 
 def _slices(slots: Sequence[tuple[Slot, torch.Tensor]]) -> Iterator[Sequence[tuple[Slot, torch.Tensor]]]:

@@ -7,7 +7,9 @@ import time
 from types import TracebackType
 from typing import Self
 
-__all__ = ["LoopGapMeter"]
+__all__ = ["NOTED", "LoopGapMeter"]
+
+NOTED = 0.005  # seconds
 
 
 class LoopGapMeter:
@@ -18,6 +20,7 @@ class LoopGapMeter:
 
     def __init__(self, *, interval: float = 0.002) -> None:
         self._interval = interval
+        self._gaps: list[tuple[float, float]] = []
         self._longest = 0.0
         self._due = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -31,9 +34,16 @@ class LoopGapMeter:
         """The longest gap since the start or the last `reset`."""
         return self._longest
 
+    @property
+    def gaps(self) -> list[tuple[float, float]]:
+        """Those of `NOTED` seconds and more since the start or the last `reset`: when each began and ended, by
+        time.monotonic()."""
+        return list(self._gaps)
+
     def reset(self) -> float:
         """Start over; returns the longest gap so far."""
         longest, self._longest = self._longest, 0.0
+        self._gaps.clear()
         return longest
 
     def __enter__(self) -> Self:
@@ -47,13 +57,18 @@ class LoopGapMeter:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        # A gap that is still open when the block ends counts too.
-        self._longest = max(self._longest, time.monotonic() - self._due)
+        self._note()  # a gap that is still open when the block ends counts too
 
     def _arm(self, loop: asyncio.AbstractEventLoop) -> None:
         self._due = time.monotonic() + self._interval
         self._timer = loop.call_later(self._interval, self._tick, loop)
 
     def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._longest = max(self._longest, time.monotonic() - self._due)
+        self._note()
         self._arm(loop)
+
+    def _note(self) -> None:
+        now = time.monotonic()
+        self._longest = max(self._longest, now - self._due)
+        if now - self._due >= NOTED:
+            self._gaps.append((self._due, now))

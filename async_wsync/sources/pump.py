@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -15,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from async_wsync.core.buckets import plan_buckets, torch_dtype
+from async_wsync.core.familiar import familiar
 from async_wsync.errors import SourceError, WeightSyncError
 from async_wsync.runtime.foreign import as_raised
 from async_wsync.runtime.threads import DaemonWorker, wait_done, wait_for
@@ -28,9 +28,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Named = tuple[str, torch.Tensor]
-
-
-_manifests: deque[Manifest] = deque(maxlen=4)
 
 
 class SourcePump:
@@ -95,7 +92,7 @@ class SourcePump:
             device = getattr(self.source, "find_device", lambda: None)()
         self._source_device = torch.device(device) if device is not None else None
         self._owes_a_walk = self._collective = bool(getattr(self.source, "collective", False))
-        return _familiar(manifest)
+        return familiar(manifest)
 
     async def plan(self, *, bucket_bytes: int, atomic_groups: Sequence[str] = ()) -> tuple[BucketSpec, ...]:
         """`plan_buckets` of the manifest, off the loop: thousands of tensors take it tens of milliseconds."""
@@ -203,15 +200,6 @@ class SourcePump:
                 wait.cancel()
         if late:
             logger.warning("%r did not let go within %g s; its thread is abandoned", self.source, timeout)
-
-
-def _familiar(manifest: Manifest) -> Manifest:
-    """The manifest of an earlier update, if it is equal: by that object its plan and its packed form are recalled."""
-    for known in tuple(_manifests):
-        if known == manifest:
-            return known
-    _manifests.append(manifest)
-    return manifest
 
 
 def _walk(source: WeightSource, read: Callable[[Iterable[Named]], T], given_up: threading.Event) -> T:

@@ -9,7 +9,8 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from async_wsync.core.buckets import detached, param_meta
-from async_wsync.types import Manifest, ParamMeta
+from async_wsync.core.familiar import FamiliarParams
+from async_wsync.types import Manifest
 
 __all__ = ["check_tensor", "describe", "gathered", "is_sharded", "let_go", "selected", "wire_dtype"]
 
@@ -82,31 +83,53 @@ def describe(
     is used twice meanwhile: for tensors made on the fly pass ``tied_once=False``. ``tied_each``: tied tensors are sent
     each, and the manifest says that they are equal.
     """
-    params: list[ParamMeta] = []
+    params = FamiliarParams()
     aliases: list[tuple[str, str]] = []
     tied: list[tuple[str, str]] = []
     names: set[str] = set()
-    first_of: dict[object, tuple[str, torch.Tensor]] = {}
+    ties = _Ties()
     for name, tensor in named:
         check_tensor(name, tensor)
         if name in names:
             raise ValueError(f"{name!r} comes twice")
         names.add(name)
-        original = first_of.setdefault(_identity(tensor), (name, tensor))[0] if tied_once or tied_each else name
+        original = ties.first(name, tensor) if tied_once or tied_each else name
         if original != name and tied_once:
             aliases.append((name, original))
             continue
-        params.append(param_meta(name, tensor, dtype=wire_dtype(tensor, dtype)))
+        params.add(param_meta(name, tensor, dtype=wire_dtype(tensor, dtype)))
         if original != name:
             tied.append((name, original))
-    return Manifest(params=tuple(params), aliases=tuple(aliases), tied=tuple(tied))
+    return Manifest(params=params.all(), aliases=tuple(aliases), tied=tuple(tied))
 
 
-def _identity(tensor: torch.Tensor) -> object:
-    # A shard's address differs between ranks and is null where the shard is empty, and all ranks must come
-    # to the same answer, or they would gather different tensors: so a DTensor is tied only to itself.
-    if is_sharded(tensor) or tensor.numel() == 0:
-        return id(tensor)
+class _Ties:
+    """Which tensors are one view of one memory. Holds them, and makes no object for one that shares its address with
+    no other: see `core.familiar`."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._tensors: list[torch.Tensor] = []
+        self._first_by_address: dict[int, int] = {}
+        self._first_by_view: dict[object, int] = {}
+
+    def first(self, name: str, tensor: torch.Tensor) -> str:
+        """The name of the first tensor that is the same view as this one, which may be this one."""
+        mine = len(self._names)
+        self._names.append(name)
+        self._tensors.append(tensor)
+        # A shard's address differs between ranks and is null where the shard is empty, and all ranks must come
+        # to the same answer, or they would gather different tensors: so a DTensor is tied only to itself.
+        if is_sharded(tensor) or tensor.numel() == 0:
+            return self._names[self._first_by_view.setdefault(id(tensor), mine)]
+        there = self._first_by_address.setdefault(tensor.data_ptr(), mine)
+        if there == mine:
+            return name
+        self._first_by_view.setdefault(_view(self._tensors[there]), there)
+        return self._names[self._first_by_view.setdefault(_view(tensor), mine)]
+
+
+def _view(tensor: torch.Tensor) -> object:
     view: tuple[Any, ...] = (tensor.data_ptr(), tensor.dtype, tensor.device, tensor.shape, tensor.stride())
     return (*view, tensor.is_conj(), tensor.is_neg())
 

@@ -1,0 +1,56 @@
+"""What the machine alone does to a process: on a busy one, even an idle process wakes up late."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Self
+
+__all__ = ["IdleProcess", "longest_beyond"]
+
+_IDLE = """
+import json, select, sys, time
+late = []
+print("ready", flush=True)
+while not select.select([sys.stdin], [], [], 0)[0]:
+    due = time.monotonic() + 0.002
+    time.sleep(0.002)
+    now = time.monotonic()
+    if now - due >= 0.001:
+        late.append((due, now))
+print(json.dumps(late))
+"""
+
+
+class IdleProcess:
+    """``with IdleProcess() as idle:``, then ``idle.late``: from when to when (time.monotonic()) it was to be awake and
+    was not."""
+
+    def __init__(self) -> None:
+        self.late: list[tuple[float, float]] = []
+
+    def __enter__(self) -> Self:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _IDLE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "ready\n"
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        said, _ = self._process.communicate("\n", timeout=30)
+        self.late = [(start, end) for start, end in json.loads(said)]
+
+
+def longest_beyond(gaps: Iterable[tuple[float, float]], late: Sequence[tuple[float, float]]) -> float:
+    """The longest of ``gaps``, in seconds, less what of it an idle process was kept waiting for too."""
+    return max((end - start - _overlap(start, end, late) for start, end in gaps), default=0.0)
+
+
+def _overlap(start: float, end: float, late: Sequence[tuple[float, float]]) -> float:
+    return sum(max(0.0, min(end, until) - max(start, since)) for since, until in late)
