@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Self
 
+from async_wsync.runtime.loop_gap import Gap
+
 __all__ = ["IdleProcess", "longest_beyond"]
 
 _IDLE = """
@@ -33,23 +35,24 @@ class IdleProcess:
         self.late: list[tuple[float, float]] = []
 
     def __enter__(self) -> Self:
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _IDLE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        assert self._process.stdout is not None
-        assert self._process.stdout.readline() == "ready\n"
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "ready\n"
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        said, _ = self._process.communicate("\n", timeout=30)
+        said, _ = self.process.communicate("\n", timeout=30)
         self.late = [(start, end) for start, end in json.loads(said)]
 
 
-def longest_beyond(gaps: Iterable[tuple[float, float]], late: Sequence[tuple[float, float]]) -> float:
-    """The longest of ``gaps``, in seconds, less what of it an idle process was kept waiting for too."""
-    return max((end - start - _overlap(start, end, late) for start, end in gaps), default=0.0)
+def longest_beyond(gaps: Iterable[Gap], late: Sequence[tuple[float, float]]) -> float:
+    """The longest of ``gaps``, in seconds, less what of it an idle process was kept waiting for too; and counted for no
+    longer than this process had a CPU: a thread of ours that holds the GIL may be kept waiting like an idle process."""
+    return max((min(g.end - g.start - _overlap(g.start, g.end, late), g.cpu) for g in gaps), default=0.0)
 
 
 def _overlap(start: float, end: float, late: Sequence[tuple[float, float]]) -> float:

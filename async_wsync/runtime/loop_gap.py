@@ -5,11 +5,20 @@ from __future__ import annotations
 import asyncio
 import time
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
-__all__ = ["NOTED", "LoopGapMeter"]
+__all__ = ["NOTED", "Gap", "LoopGapMeter"]
 
 NOTED = 0.005  # seconds
+
+
+class Gap(NamedTuple):
+    """From when to when the loop was due and did not come round, by time.monotonic(), and for how much of it, in
+    seconds, this process had a CPU, all its threads together."""
+
+    start: float
+    end: float
+    cpu: float
 
 
 class LoopGapMeter:
@@ -20,7 +29,8 @@ class LoopGapMeter:
 
     def __init__(self, *, interval: float = 0.002) -> None:
         self._interval = interval
-        self._gaps: list[tuple[float, float]] = []
+        self._gaps: list[Gap] = []
+        self._cpu = 0.0
         self._longest = 0.0
         self._due = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -35,9 +45,8 @@ class LoopGapMeter:
         return self._longest
 
     @property
-    def gaps(self) -> list[tuple[float, float]]:
-        """Those of `NOTED` seconds and more since the start or the last `reset`: when each began and ended, by
-        time.monotonic()."""
+    def gaps(self) -> list[Gap]:
+        """Those of `NOTED` seconds and more since the start or the last `reset`."""
         return list(self._gaps)
 
     def reset(self) -> float:
@@ -60,6 +69,7 @@ class LoopGapMeter:
         self._note()  # a gap that is still open when the block ends counts too
 
     def _arm(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._cpu = time.process_time()
         self._due = time.monotonic() + self._interval
         self._timer = loop.call_later(self._interval, self._tick, loop)
 
@@ -71,4 +81,4 @@ class LoopGapMeter:
         now = time.monotonic()
         self._longest = max(self._longest, now - self._due)
         if now - self._due >= NOTED:
-            self._gaps.append((self._due, now))
+            self._gaps.append(Gap(self._due, now, time.process_time() - self._cpu))

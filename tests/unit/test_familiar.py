@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import pickle
+import uuid
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from tests.idle import IdleProcess, longest_beyond
 
 MANY = 50_000
 BOUND = 0.020  # G7
+TRIES = 3  # a virtual machine's CPU may be taken away while it counts as used
 
 
 def many(value: float = 0.0, count: int = MANY) -> dict[str, torch.Tensor]:
@@ -119,24 +121,23 @@ def test_a_packed_update_is_small_and_comes_out_as_it_went_in() -> None:
 
 @pytest.mark.parametrize("which", ["unknown tensors", "known tensors"])
 async def test_the_loop_has_its_turn_while_50_000_tensors_are_described_planned_packed_and_staged(which: str) -> None:
-    sources = [StateDictSource(many(value)) for value in (0.0, 1.0)]
-    gc.collect()
-    gc.freeze()
-    try:
-        beyond = await prepared(sources[0], which)
-        if beyond >= BOUND:  # a machine that does other things: once more
-            beyond = await prepared(sources[1], which)
-    finally:
-        gc.unfreeze()
-    assert beyond < BOUND
+    seen: list[float] = []
+    while len(seen) < TRIES and (not seen or seen[-1] >= BOUND):
+        prefix = "known" if which == "known tensors" else uuid.uuid4().hex
+        source = StateDictSource({f"{prefix}.{name}": tensor for name, tensor in many().items()})
+        gc.collect()
+        gc.freeze()
+        try:
+            if which == "known tensors":
+                await prepared(source)
+            seen.append(await prepared(source))
+        finally:
+            gc.unfreeze()
+    assert seen[-1] < BOUND, f"beyond an idle process', each time: {seen}"
 
 
-async def prepared(source: StateDictSource, which: str) -> float:
+async def prepared(source: StateDictSource) -> float:
     """Everything that an update does here before its first byte is sent; the longest gap beyond an idle process'."""
-    if which == "known tensors":
-        known = SourcePump(source)
-        await known.plan(bucket_bytes=64 << 20)
-        await known.aclose()
     with IdleProcess() as idle, LoopGapMeter() as meter:
         pump = SourcePump(source)
         manifest = await pump.manifest()
