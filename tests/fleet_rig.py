@@ -62,6 +62,11 @@ class FleetEngine(ScriptedEngine):
     def resources(self) -> dict[str, int]:
         return resources()
 
+    def start_over(self) -> None:
+        """Without a script, and with nothing on record."""
+        with self._guard:
+            self._faults, self._fired, self._seen = [], [], []
+
 
 def start_engines(count: int) -> list[Any]:
     """Started side by side; threaded, so that one can be asked things while it generates."""
@@ -70,15 +75,20 @@ def start_engines(count: int) -> list[Any]:
 
 
 class SparePool:
-    """Engines started ahead, since a start takes seconds and a sweep needs one for each kill."""
+    """Engines started ahead, since a start takes seconds and a sweep needs one for each kill: ``total``, if known."""
 
-    def __init__(self, size: int = 3) -> None:
-        self._ready = start_engines(size)
-        self._size = size
+    def __init__(self, size: int = 3, *, total: int | None = None) -> None:
+        self._size = size if total is None else min(size, total)
+        self._ready = start_engines(self._size)
+        self._left = None if total is None else total - self._size
 
     async def take(self) -> Any:
         engine = self._ready.pop(0)
-        self._ready += start_engines(self._size - len(self._ready))
+        more = self._size - len(self._ready)
+        if self._left is not None:
+            more = min(more, self._left)
+            self._left -= more
+        self._ready += start_engines(more)
         await engine.pid.remote()
         return engine
 

@@ -52,7 +52,9 @@ class _Telling:
 async def drop_sweep(*, victims: Iterable[str], points: Iterable[int] | None) -> Figures:
     """kill -9 of each victim at each event of an update with ``on_engine_failure="drop"``; then its replacement catches
     up without a word to the others."""
-    engines, pool = await Engines.start(3), SparePool()
+    victims, points = list(victims), None if points is None else list(points)
+    pool = SparePool(total=None if points is None else len(points) * len(victims))
+    engines = await Engines.start(3)
     lock = BroadcastLock.create(name=f"lock-{uuid.uuid4().hex[:8]}", ttl=8.0)
     telling = _Telling()
     figures = Figures("engine j killed at the i-th event, drop: seconds from the kill to the end of the update")
@@ -101,7 +103,7 @@ async def drop_sweep(*, victims: Iterable[str], points: Iterable[int] | None) ->
 
 async def replace_many(*, times: int) -> Figures:
     """Replace an engine over and over; how much this process, the source, has grown by."""
-    engines, pool = await Engines.start(2), SparePool(2)
+    engines, pool = await Engines.start(2), SparePool(2, total=1 + times)
     figures = Figures("engines replaced one after another: growth of the source", repeats=times)
     async with WeightBroadcaster(engines.adapters(), lock=None, **SETTINGS) as casting:
         await casting.update_weights(source(1), version=1)

@@ -141,11 +141,16 @@ class Link:
         ip("-n", self.switch, "link", "set", "p2", "nomaster")
         return time.monotonic()
 
+    async def cut_together(self, ready: asyncio.Barrier) -> float:
+        """Cut once all who share ``ready`` have got as far. Cutting and healing may be done again."""
+        await asyncio.wait_for(ready.wait(), 60)
+        return self.cut()
+
     def heal(self) -> None:
         ip("-n", self.switch, "link", "set", "p2", "master", "br0")
 
 
-async def holder_cut(link: Link) -> dict[str, Any]:
+async def holder_cut(link: Link, ready: asyncio.Barrier) -> dict[str, Any]:
     """The holder is alone on node two. The lock lapses, another source takes over, the holder comes back too late."""
     import ray
 
@@ -159,12 +164,13 @@ async def holder_cut(link: Link) -> dict[str, Any]:
     source = ray.remote(Source).options(max_concurrency=8, **there).remote()
     ended = source.hold_until_lost.remote(lock, engine, "cut off")
     await until(lambda: _has_sent(applied_by, engine, "cut off"))
-    cut = link.cut()
+    cut = await link.cut_together(ready)
     try:
         granted, fence = await take_and_send(lock, engine, "heir", 60.0)
         before = await applied_by(engine, "cut off")
         await asyncio.sleep(max(0.0, cut + CUT - time.monotonic()))
         silent = await applied_by(engine, "cut off") == before
+        await asyncio.wait_for(ready.wait(), 60)
     finally:
         link.heal()
     kind, late_applied, old_fence = await asyncio.wait_for(_value(ended), 90)
@@ -183,7 +189,7 @@ async def holder_cut(link: Link) -> dict[str, Any]:
     }
 
 
-async def server_cut(link: Link) -> dict[str, Any]:
+async def server_cut(link: Link, ready: asyncio.Barrier) -> dict[str, Any]:
     """The lock server is alone on node two. The holder lets go in time, nobody else gets in, then all goes on."""
     import ray
 
@@ -198,7 +204,7 @@ async def server_cut(link: Link) -> dict[str, Any]:
     source = ray.remote(Source).options(max_concurrency=8, **here).remote()
     ended = source.hold_until_lost.remote(lock, engine, "holder")
     await until(lambda: _has_sent(applied_by, engine, "holder"))
-    cut = link.cut()
+    cut = await link.cut_together(ready)
     kept_out = False
     try:
         lost_at = asyncio.create_task(_value(ended))
@@ -209,6 +215,7 @@ async def server_cut(link: Link) -> dict[str, Any]:
         except AcquireTimeout:
             kept_out = True
         await asyncio.sleep(max(0.0, cut + CUT - time.monotonic()))
+        await asyncio.wait_for(ready.wait(), 60)
     finally:
         link.heal()
     kind, _, old_fence = await asyncio.wait_for(lost_at, 90)
@@ -231,6 +238,12 @@ async def server_cut(link: Link) -> dict[str, Any]:
     }
 
 
+async def both(link: Link) -> list[dict[str, Any]]:
+    """Two locks, one with its holder on node two and one with its server there, and one cut for both."""
+    ready = asyncio.Barrier(2)
+    return list(await asyncio.gather(holder_cut(link, ready), server_cut(link, ready)))
+
+
 async def _has_sent(applied_by: Any, engine: Any, label: str) -> bool:
     return bool(await applied_by(engine, label) > 5)
 
@@ -249,8 +262,8 @@ def drive(prefix: str, address: str, repeats: int) -> None:
         time.sleep(0.2)
     link = Link(prefix)
     for _ in range(repeats):
-        for case in (holder_cut, server_cut):
-            print(json.dumps(asyncio.run(case(link))), flush=True)
+        for row in asyncio.run(both(link)):
+            print(json.dumps(row), flush=True)
     ray.shutdown()
 
 

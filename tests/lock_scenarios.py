@@ -182,11 +182,13 @@ async def kill_holders(cluster: Any, actors: int, drivers: int, *, way: str, see
     kinds = ["actor"] * actors + ["driver"] * drivers
     rng.shuffle(kinds)
     holding, previous = 0, 0
+    ready: list[Any] = []
     for number, kind in enumerate(kinds):
         label = f"{kind} {number}"
         async with contextlib.AsyncExitStack() as stack:
             if kind == "actor":
-                (source,) = await new_sources(1)
+                ready = ready or await new_sources(min(4, kinds[number:].count("actor")))
+                source = ready.pop()
                 pid = await source.pid.remote()
                 source.loop.remote(lock, engine, label, 20, 0.005)
             else:
@@ -236,40 +238,42 @@ async def _is_gone(pid: int) -> bool:
 # ------------------------------------------------------------------------------------ SIGSTOP of the holder
 
 
-async def stop_holders(repeats: int, *, ttl: float) -> Figures:
-    """SIGSTOP a holder past its lease, let another one in, SIGCONT: its late bucket must be refused."""
-    lock = new_lock(ttl=ttl)
-    engine = new_engine()
+async def stop_holders(repeats: int, *, ttl: float, at_once: int = 5) -> Figures:
+    """SIGSTOP a holder past its lease, let another one in, SIGCONT: its late bucket must be refused.
+
+    ``at_once`` holders, of a lock each, are stopped side by side, since what takes long is waiting for a lease to end.
+    """
     figures = Figures("SIGSTOP of the holder past its lease", repeats=repeats)
-    told = late_refused = 0
-    for number in range(repeats):
-        label = f"stopped {number}"
-        (source,) = await new_sources(1)
-        pid = await source.pid.remote()
-        ended = source.hold_until_lost.remote(lock, engine, label)
-        await until(lambda label=label: _sent(engine, label))
-        os.kill(pid, signal.SIGSTOP)
-        stopped = time.monotonic()
-        try:
-            granted, fence = await take_and_send(lock, engine, f"heir of {label}", 60.0)
-            figures.seconds.append(granted - stopped)
-        finally:
-            os.kill(pid, signal.SIGCONT)
-        kind, applied, old_fence = await ended
-        assert old_fence < fence
-        told += kind == "LeaseLost"
-        late_refused += not applied
-        ray.kill(source)
-    applied, refused = await engine.record.remote()
-    figures.facts = {
-        "stale buckets applied": stale_buckets(applied),
-        "holders told LeaseLost": told,
-        "late buckets refused": late_refused,
-        "refused in all": len(refused),
-    }
+    figures.facts = dict.fromkeys(
+        ("stale buckets applied", "holders told LeaseLost", "late buckets refused", "refused in all"), 0
+    )
+    for first in range(0, repeats, at_once):
+        sources = await new_sources(min(at_once, repeats - first))
+        await asyncio.gather(*[_stop_holder(source, figures, ttl) for source in sources])
+    return figures
+
+
+async def _stop_holder(source: Any, figures: Figures, ttl: float) -> None:
+    lock, engine, pid = new_lock(ttl=ttl), new_engine(), await source.pid.remote()
+    ended = source.hold_until_lost.remote(lock, engine, "stopped")
+    await until(lambda: _sent(engine, "stopped"))
+    os.kill(pid, signal.SIGSTOP)
+    stopped = time.monotonic()
+    try:
+        granted, fence = await take_and_send(lock, engine, "heir", 60.0)
+        figures.seconds.append(granted - stopped)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    kind, applied, old_fence = await ended
+    assert old_fence < fence
+    ray.kill(source)
+    of_engine, refused = await engine.record.remote()
+    figures.facts["stale buckets applied"] += stale_buckets(of_engine)
+    figures.facts["holders told LeaseLost"] += kind == "LeaseLost"
+    figures.facts["late buckets refused"] += not applied
+    figures.facts["refused in all"] += len(refused)
     await lock.shutdown()
     ray.kill(engine)
-    return figures
 
 
 # ------------------------------------------------------------------------------------ kill -9 of the server

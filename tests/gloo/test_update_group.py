@@ -13,7 +13,9 @@ import textwrap
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -417,14 +419,29 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("mode", ["cancelled", "kept"])
-def test_a_stuck_collective_does_not_keep_the_source_process_alive(mode: str, tmp_path: object) -> None:
-    """Field case H7: the group's timeout is 60 s; nobody closes anything."""
-    script = f"{tmp_path}/ending.py"
-    with open(script, "w") as file:
-        file.write(textwrap.dedent(ENDING))
+MODES = ("cancelled", "kept")
+End = tuple[subprocess.CompletedProcess[str], float]
+
+
+def _run_ending(script: Path, mode: str) -> End:
+    """How it ended, and when."""
     run = subprocess.run([sys.executable, script, mode], capture_output=True, text=True, timeout=90)
-    ended = time.monotonic()
+    return run, time.monotonic()
+
+
+@pytest.fixture(scope="module")
+def endings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[End]]]:
+    """Side by side, as they mostly wait."""
+    script = tmp_path_factory.mktemp("ending") / "ending.py"
+    script.write_text(textwrap.dedent(ENDING))
+    with ThreadPoolExecutor(max_workers=len(MODES)) as pool:
+        yield {mode: pool.submit(_run_ending, script, mode) for mode in MODES}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_stuck_collective_does_not_keep_the_source_process_alive(mode: str, endings: dict[str, Future[End]]) -> None:
+    """Field case H7: the group's timeout is 60 s; nobody closes anything."""
+    run, ended = endings[mode].result()
     assert run.returncode == 0, run.stderr
     assert ended - float(run.stdout.split()[1]) < 20, "the process stayed"
     assert "terminate" not in run.stderr

@@ -11,6 +11,7 @@ import ray
 from async_wsync import BroadcastLock
 from tests.conftest import RayCluster, Report
 from tests.ray.fleet import Rig
+from tests.ray.scripts import Scripts, all_scripts
 from tests.sweep_figures import Figures
 
 Judge = Callable[..., None]
@@ -51,3 +52,10 @@ def judge(report_figures: Report) -> Judge:
         assert figures.fired >= hits
 
     return judge
+
+
+@pytest.fixture(scope="session")
+def scripts(ray_cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripts]:
+    scripts = all_scripts(ray_cluster, tmp_path_factory.mktemp)
+    yield scripts
+    scripts.close()

@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -301,21 +302,39 @@ print("main over at", time.time(), flush=True)
 """
 
 
-@pytest.mark.parametrize("how", ["closed", "forgotten"])
-def test_a_script_that_is_cancelled_with_a_stalled_peer_exits_quietly_within_its_limits(
-    ray_cluster: RayCluster, tmp_path: Path, how: str
-) -> None:
-    script = tmp_path / "stalled.py"
-    script.write_text(SCRIPT)
+ENDS = ("closed", "forgotten")
+ScriptEnd = tuple[subprocess.CompletedProcess[str], float]
+
+
+def _run_script(cluster: RayCluster, script: Path, how: str) -> ScriptEnd:
+    """How it ended, and when."""
     done = subprocess.run(
-        [sys.executable, "-X", "dev", str(script), ray_cluster.address, ray_cluster.namespace, how],
+        [sys.executable, "-X", "dev", str(script), cluster.address, cluster.namespace, how],
         capture_output=True,
         text=True,
         timeout=110,
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONASYNCIODEBUG": "0"},
         check=False,
     )
-    exited = time.time()
+    return done, time.time()
+
+
+@pytest.fixture(scope="module")
+def stalled_scripts(
+    ray_cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[ScriptEnd]]]:
+    """Side by side, as they mostly wait."""
+    script = tmp_path_factory.mktemp("stalled") / "stalled.py"
+    script.write_text(SCRIPT)
+    with ThreadPoolExecutor(max_workers=len(ENDS)) as pool:
+        yield {how: pool.submit(_run_script, ray_cluster, script, how) for how in ENDS}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_a_script_that_is_cancelled_with_a_stalled_peer_exits_quietly_within_its_limits(
+    stalled_scripts: dict[str, Future[ScriptEnd]], how: str
+) -> None:
+    done, exited = stalled_scripts[how].result()
     assert done.returncode == 0, done.stderr
     assert "failed as scripted ('e0', 'e1')" in done.stdout
     assert "'e0': 'torn', 'e1': 'lost'" in done.stdout

@@ -11,20 +11,15 @@ import ray
 import torch
 
 from async_wsync import BroadcastLock, TorchEngine, WeightReceiver
-from tests.conftest import RayCluster
-from tests.ray.test_examples import run
+from tests.conftest import ROOT, RayCluster
+from tests.ray.scripts import FENCED, Scripts
 
-ROOT = Path(__file__).resolve().parents[2]
-FENCED = re.compile(r"```python\n(.*?)```", re.DOTALL)
 GUARANTEES = (ROOT / "docs" / "guarantees.md").read_text()
 LINK = re.compile(r"\]\(([^)#]+?)\)")
 
 
-def test_the_readmes_example_runs_as_it_stands(tmp_path: Path) -> None:
-    (code,) = FENCED.findall((ROOT / "README.md").read_text())
-    script = tmp_path / "readme.py"
-    script.write_text(code)
-    shown = run(script)
+def test_the_readmes_example_runs_as_it_stands(scripts: Scripts) -> None:
+    shown = scripts.result("README")
     assert re.search(r"version 3: 16\.8 MB in 2 tensors", shown), shown
     assert shown.count("current, version 3") == 2
 

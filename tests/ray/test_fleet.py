@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import pytest
 import ray
@@ -17,11 +18,30 @@ from tests.fleet_rig import BUCKET_BYTES, LIMITS, Engines, is_free, resources, s
 from tests.fleet_scenarios import drop_sweep, replace_many
 
 
+@pytest.fixture(scope="module")
+def _handles(ray_cluster: RayCluster) -> Iterator[list[Any]]:
+    """Three engines that live through the tests; a dead one is replaced before the next test needs it."""
+    handles = start_engines(3)
+    yield handles
+    for handle in handles:
+        ray.kill(handle)
+
+
 @pytest.fixture
-async def engines(ray_cluster: RayCluster) -> AsyncIterator[Engines]:
-    engines = await Engines.start(3)
+async def engines(_handles: list[Any]) -> AsyncIterator[Engines]:
+    """e0, e1 and e2, alive and without a script, and whatever a test puts beside them."""
+    engines = Engines({})
+    for i, handle in enumerate(_handles):
+        try:
+            await handle.start_over.remote()
+        except ray.exceptions.RayActorError:
+            (_handles[i],) = start_engines(1)
+    for i, handle in enumerate(_handles):
+        await engines.put(f"e{i}", handle)
     yield engines
-    engines.close()
+    for handle in engines.handles.values():
+        if handle not in _handles:
+            ray.kill(handle)
 
 
 def broadcaster(engines: Engines, **options: object) -> WeightBroadcaster:

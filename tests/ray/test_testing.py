@@ -335,8 +335,7 @@ def a_model_of_wrong_shape() -> nn.Module:
 
 
 async def test_engines_of_a_wrong_dtype_or_shape_are_refused_before_the_first_byte(ray_cluster: RayCluster) -> None:
-    for build in (a_model_of_wrong_dtype, a_model_of_wrong_shape):
-        handle = start_engine(build)
+    for handle in [start_engine(build) for build in (a_model_of_wrong_dtype, a_model_of_wrong_shape)]:
         engine = TorchEngine(handle, name="odd")
         async with WeightBroadcaster(
             [engine], lock=None, backend="gloo", timeouts=LIMITS, progress=False
