@@ -89,23 +89,34 @@ def _missing(sent: set[str], targets: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def _same_memory(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str]]:
-    """Pairs of names that have an element in common. Views that only interleave have none."""
-    spans = sorted(
-        (str(tensor.device), tensor.data_ptr(), name)
-        for name, tensor in tensors.items()
-        if tensor.numel() and tensor.device.type != "meta"
+    """Pairs of names that have an element in common. Views that only interleave have none.
+
+    Asked for tens of thousands of tensors, of which hardly any overlap: the usual case is a sort and a comparison.
+    """
+    starts = sorted(
+        (start, name) for name, tensor in tensors.items() if (start := tensor.data_ptr()) and tensor.numel()
     )
-    before: tuple[str, int, str] | None = None
-    end = 0  # of what `before` occupies
-    for device, start, name in spans:
+    last, last_start = "", 0
+    furthest, end = "", 0  # of those so far, and where it ends
+    for start, name in starts:
         tensor = tensors[name]
-        if before is not None and before[0] == device and start < end:
-            dense = tensor.is_contiguous() and tensors[before[2]].is_contiguous()
-            if start == before[1] or dense:
-                yield name, before[2]
-        extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        if before is None or before[0] != device or start + (extent + 1) * tensor.itemsize > end:
-            before, end = (device, start, name), start + (extent + 1) * tensor.itemsize
+        dense = tensor.is_contiguous()
+        if start == last_start:
+            other = last  # views that interleave have starts of their own
+        else:
+            other = furthest if start < end and dense and tensors[furthest].is_contiguous() else ""
+        if other and tensors[other].device == tensor.device:
+            yield name, other
+        last, last_start = name, start
+        reach = start + (tensor.nbytes if dense else _extent(tensor))
+        if reach > end:
+            furthest, end = name, reach
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from the first element to the end of the last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.itemsize
 
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:

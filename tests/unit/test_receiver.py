@@ -560,6 +560,10 @@ def test_views_that_overlap_are_one_memory_and_views_that_interleave_are_not() -
             check_manifest(of(*names), targets, strict=False)
     with pytest.raises(EngineRejected, match="one memory"):
         check_manifest(of("wide", "left"), {"wide": wide, "left": wide[:, :2]}, strict=False)
+    twice = {"left": wide[:, :2], "right": wide[:, 2:], "again": wide[:, 2:]}
+    metas = tuple(ParamMeta(name=name, dtype="float32", shape=(4, 2)) for name in twice)
+    with pytest.raises(EngineRejected, match="one memory"):
+        check_manifest(Manifest(params=metas), twice, strict=False)
 
 
 def test_a_manifest_says_which_tensors_it_sends_twice() -> None:
