@@ -16,11 +16,11 @@ __all__ = ["IdleProcess", "longest_beyond"]
 _IDLE = """
 import json, select, sys, time
 late = []
+now, asked = time.monotonic(), False
 print("ready", flush=True)
-while not select.select([sys.stdin], [], [], 0)[0]:
-    due = time.monotonic() + 0.002
-    time.sleep(0.002)
-    now = time.monotonic()
+while not asked:
+    asked = bool(select.select([sys.stdin], [], [], 0.002)[0])
+    due, now = now + 0.002, time.monotonic()
     if now - due >= 0.001:
         late.append((due, now))
 print(json.dumps(late))
