@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["MOST_SECONDS", "at_least", "flag", "names", "one_of", "seconds", "text"]
+__all__ = [
+    "MOST_SECONDS",
+    "at_least",
+    "factor",
+    "flag",
+    "function",
+    "kind",
+    "names",
+    "one_of",
+    "patterns",
+    "seconds",
+    "text",
+    "url",
+]
 
 #: A year. Beyond it clocks and timers overflow, each at a place of its own.
 MOST_SECONDS = 366 * 24 * 3600.0
@@ -19,7 +33,7 @@ def seconds(what: str, value: Any, *, zero: bool = False, none: bool = False) ->
     bound = "at least 0" if zero else "above 0"
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{what} must be a number of seconds, {bound}, got {value!r}")
-    if math.isinf(value) and value > 0:
+    if value == math.inf:
         raise ValueError(f"{what} must be finite, got {value!r}: every wait has a deadline, of a year at most")
     if not (value >= 0 if zero else value > 0):
         raise ValueError(f"{what} must be {bound} seconds, got {value!r}")
@@ -64,3 +78,36 @@ def names(what: str, value: Any) -> list[str]:
         if not isinstance(item, str):
             raise ValueError(f"{what} must hold strings only, got {item!r}")
     return found
+
+
+def function(what: str, value: Any, *, none: bool = True) -> None:
+    """Something to call (``none``: or None)."""
+    if not (callable(value) or (none and value is None)):
+        raise ValueError(f"{what} must be a function, got {value!r}")
+
+
+def kind(what: str, value: Any, of: type[Any], *, none: bool = False) -> None:
+    """An instance of this class (``none``: or None)."""
+    if not (isinstance(value, of) or (none and value is None)):
+        raise ValueError(f"{what} must be a {of.__name__}, got {value!r}")
+
+
+def url(what: str, value: Any) -> None:
+    if not isinstance(value, str) or not value.startswith(("http://", "https://")):
+        raise ValueError(f"{what} must start with http:// or https://, got {value!r}")
+
+
+def patterns(what: str, value: Any) -> tuple[str, ...]:
+    """Regular expressions, in an iterable that is not itself a string."""
+    found = names(what, value)
+    for pattern in found:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{what}: {pattern!r} is no regular expression: {error}") from error
+    return tuple(found)
+
+
+def factor(what: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{what} must be a finite number above 0, got {value!r}")

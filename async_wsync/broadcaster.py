@@ -24,15 +24,16 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from async_wsync import arguments
 from async_wsync.aftermath import update_failed
+from async_wsync.arguments import at_least, one_of
 from async_wsync.closing import close_groups
 from async_wsync.connecting import connect_all
 from async_wsync.critical import refuse_holder
 from async_wsync.errors import Cancelled
-from async_wsync.fleet import Fleet
+from async_wsync.fleet import Fleet, listed
 from async_wsync.links import Links, Topology
 from async_wsync.membership import change_members, close_adapters
 from async_wsync.no_lock import NoLock
@@ -62,6 +63,8 @@ from async_wsync.update import Update
 __all__ = ["WeightBroadcaster"]
 
 logger = logging.getLogger("async_wsync")
+
+_VERIFY = get_args(Verify)
 
 
 class WeightBroadcaster:
@@ -107,21 +110,27 @@ class WeightBroadcaster:
         name: str | None = None,
         on_event: EventHook | None = None,
     ) -> None:
-        _one_of("backend", backend, ("auto", "gloo", "nccl"))
-        _at_least("bucket_bytes", bucket_bytes, 1)
-        _at_least("num_buffers", num_buffers, 1)
-        _at_least("min_engines", min_engines, 1)
-        _at_least("max_rebuilds", max_rebuilds, 0)
+        arguments.kind("timeouts", timeouts, Timeouts)
+        arguments.text("master_address", master_address, none=True)
+        arguments.text("name", name, none=True)
+        arguments.function("on_event", on_event)
+        if lock is not None and not callable(getattr(lock, "hold", None)):
+            raise ValueError(f"lock must be a BroadcastLock, a PolledLock or None, got {lock!r}")
+        one_of("backend", backend, ("auto", "gloo", "nccl"))
+        at_least("bucket_bytes", bucket_bytes, 1)
+        at_least("num_buffers", num_buffers, 1)
+        at_least("min_engines", min_engines, 1)
+        at_least("max_rebuilds", max_rebuilds, 0)
         self._settings = Settings(
             bucket_bytes=bucket_bytes,
             num_buffers=num_buffers,
             timeouts=timeouts,
             pause_mode=_pause_mode(pause_mode),
-            resume_policy=_one_of("resume_policy", resume_policy, ("whole", "current", "never")),
-            on_engine_failure=_one_of("on_engine_failure", on_engine_failure, ("raise", "drop")),
-            on_cancel=_one_of("on_cancel", on_cancel, ("finish", "stop")),
-            lock_scope=_one_of("lock_scope", lock_scope, ("update", "bucket")),
-            topology=_one_of("topology", topology, ("shared", "per_engine")),
+            resume_policy=one_of("resume_policy", resume_policy, ("whole", "current", "never")),
+            on_engine_failure=one_of("on_engine_failure", on_engine_failure, ("raise", "drop")),
+            on_cancel=one_of("on_cancel", on_cancel, ("finish", "stop")),
+            lock_scope=one_of("lock_scope", lock_scope, ("update", "bucket")),
+            topology=one_of("topology", topology, ("shared", "per_engine")),
             min_engines=min_engines,
             max_rebuilds=max_rebuilds,
         )
@@ -232,6 +241,12 @@ class WeightBroadcaster:
         task holds the lock), and `UpdateFailed` for all else that goes wrong, whose ``started`` is False where
         nothing was touched: the source failed, time was up, a round failed or the broadcaster was closed before that.
         """
+        _check_source(source)
+        arguments.flag("strict", strict)
+        arguments.flag("allow_empty", allow_empty)
+        arguments.kind("round", round, UpdateRound, none=True)
+        verify = one_of("verify", verify, _VERIFY, none=True)
+        groups = arguments.patterns("atomic_groups", atomic_groups)
         async with self._turn_to_update("update_weights", version):
             self._check_version(version)
             if base is not None and (strict or isinstance(base, bool) or not isinstance(base, int)):
@@ -246,7 +261,7 @@ class WeightBroadcaster:
                 allow_empty=allow_empty,
                 verify=verify,
                 pause_mode=self._pause_mode_of_all(pause_mode),
-                atomic_groups=atomic_groups,
+                atomic_groups=groups,
                 round=round,
             )
 
@@ -328,7 +343,7 @@ class WeightBroadcaster:
         This and the other changes of members happen wholly or not at all. They raise ValueError where the change
         makes no sense, or while the broadcaster is being closed, and `Cancelled` if it is closed meanwhile.
         """
-        joining = list(engines)
+        joining = listed(engines)
         async with self._turns.take("add_engines"):
             await self._change("add engines", joining=joining)
 
@@ -364,6 +379,8 @@ class WeightBroadcaster:
         ``source`` must still hold all of that version. The engines that are current are neither paused nor spoken to.
         None where there is nothing to do; ValueError before the first update. Raises as `update_weights` for all else.
         """
+        _check_source(source)
+        verify = one_of("verify", verify, _VERIFY, none=True)
         async with self._turn_to_update("catch_up", self._version):
             if self._version is None:
                 raise ValueError("catch_up before the first update: there is no current version yet")
@@ -411,19 +428,16 @@ class WeightBroadcaster:
         return f"<WeightBroadcaster {self.name} {self._turns.phase}, version {self._version}, {states}>"
 
 
-def _one_of(what: str, value: Any, allowed: tuple[str, ...]) -> Any:
-    if value not in allowed:
-        raise ValueError(f"{what} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
-    return value
-
-
-def _at_least(what: str, value: int, least: int) -> None:
-    if type(value) is not int or value < least:
-        raise ValueError(f"{what} must be an int of at least {least}, got {value!r}")
+def _check_source(source: Any) -> None:
+    if not all(callable(getattr(source, method, None)) for method in ("manifest", "tensors")):
+        raise ValueError(
+            f"source must have manifest() and tensors(), got {source!r:.200}: wrap a module in ModuleSource, "
+            "a dict in StateDictSource, an iterable in IterableSource"
+        )
 
 
 def _pause_mode(mode: PauseMode | str) -> PauseMode:
-    return PauseMode(_one_of("pause_mode", str(mode), tuple(str(m) for m in PauseMode)))
+    return PauseMode(one_of("pause_mode", mode, tuple(str(m) for m in PauseMode)))
 
 
 def _cuda_here() -> bool:

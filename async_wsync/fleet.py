@@ -9,7 +9,7 @@ from async_wsync.arguments import at_least, text
 from async_wsync.core.engine_state import Roster
 from async_wsync.types import RolloutEngine
 
-__all__ = ["Fleet"]
+__all__ = ["Fleet", "listed"]
 
 _VERBS = ("name", "num_ranks", "wire_format", "hello", "join", "leave", "begin", "receive", "end", "publish", "aclose")
 
@@ -38,7 +38,7 @@ class Fleet:
         for name in out:
             if name not in self._engines:
                 raise ValueError(f"no engine named {name!r} here; there are: {', '.join(self._engines) or 'none'}")
-        new = _by_name(joining)
+        new = _by_name(listed(joining))
         for name in new:
             if name in self._engines and name not in out:
                 raise _duplicate(name)
@@ -53,7 +53,7 @@ class Fleet:
     def exchange(self, leaving: Iterable[str], joining: Iterable[RolloutEngine]) -> list[RolloutEngine]:
         """Let these go and take those in: all of it, or none where one is unfit. The adapters that are not needed
         any more."""
-        out, new = list(dict.fromkeys(leaving)), list(joining)
+        out, new = list(dict.fromkeys(leaving)), listed(joining)
         engines = self.after(out, new)
         gone = [self._engines[name] for name in out]
         self._engines = engines
@@ -68,9 +68,14 @@ class Fleet:
         return [self._engines[name] for name in names]
 
 
-def _by_name(engines: Any) -> dict[str, RolloutEngine]:
+def listed(engines: Any) -> list[RolloutEngine]:
+    """``engines`` as a list; ValueError if they are none."""
     if isinstance(engines, str | bytes) or not isinstance(engines, Iterable):
         raise ValueError(f"engines must be a list of rollout engines, got {engines!r}")
+    return list(engines)
+
+
+def _by_name(engines: list[RolloutEngine]) -> dict[str, RolloutEngine]:
     found: dict[str, RolloutEngine] = {}
     for engine in engines:
         _check(engine)

@@ -16,6 +16,7 @@ from typing import Literal
 
 import torch
 
+from async_wsync.arguments import MOST_SECONDS
 from async_wsync.calls import EngineCalls, told
 from async_wsync.errors import EngineFailed, RendezvousError
 from async_wsync.runtime.cancellation import settle
@@ -71,7 +72,7 @@ class Links:
         self._timeouts = timeouts
         # A bucket may wait on the wire behind those announced before it. Our own limit, and the drain after it, are
         # the shorter ones; this one is for members that we can no longer reach.
-        self._group_timeout = timeouts.bucket * num_buffers + timeouts.drain + MEMBER_MARGIN
+        self._group_timeout = min(timeouts.bucket * num_buffers + timeouts.drain + MEMBER_MARGIN, MOST_SECONDS)
         self._links: list[Link] = []
         self._epoch = 0
 

@@ -15,6 +15,7 @@ import math
 import time
 from typing import Any
 
+from async_wsync import arguments
 from async_wsync.core.lock_state import Granted, Released, Waiting, Who
 from async_wsync.lock_server import LockServer
 
@@ -74,6 +75,10 @@ def adopt(
 
     It does not restart after a crash, as theirs does not: a holder without a lease could not be waited out.
     """
+    arguments.text("the name of a lock", name)
+    arguments.text("namespace", namespace, none=True)
+    arguments.seconds("ttl", ttl)
+    arguments.seconds("anonymous_ttl", anonymous_ttl, none=True)
     import ray
 
     options = {"num_cpus": 0, "max_concurrency": 1, "max_restarts": 0, **(actor_options or {})}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from async_wsync import arguments
 from async_wsync.errors import LockUnavailable
 from async_wsync.lock_hold import Hold, holdings
 from async_wsync.lock_link import LockLink
@@ -38,18 +39,17 @@ class BroadcastLock:
         release_timeout: float = 5.0,
         beacon: bool = False,
     ) -> None:
-        if not name:
-            raise ValueError("a lock needs a name")
+        arguments.text("the name of a lock", name)
+        arguments.text("namespace", namespace, none=True)
         limits = {
             "acquire_timeout": acquire_timeout,
             "warn_interval": warn_interval,
             "release_timeout": release_timeout,
         }
         for key, value in limits.items():
-            if not value > 0:
-                raise ValueError(f"{key} must be above 0 seconds, got {value!r}")
-        if ttl is not None and not ttl > 0:
-            raise ValueError(f"ttl must be above 0 seconds, got {ttl!r}")
+            arguments.seconds(key, value)
+        arguments.seconds("ttl", ttl, none=True)
+        arguments.flag("beacon", beacon)
         self.name = name
         self.namespace = namespace
         self._options: dict[str, Any] = {"ttl": ttl, "beacon": beacon, **limits}
@@ -74,6 +74,7 @@ class BroadcastLock:
         `shutdown`. ``namespace``: Ray's, this job's by default. ``ttl``: the lease, seconds. ``server_options`` go
         to `LockServer`, ``actor_options`` to Ray, ``options`` as for `BroadcastLock`.
         """
+        arguments.seconds("ttl", ttl)
         import ray
 
         lock = cls(name=name, namespace=namespace or ray.get_runtime_context().namespace, ttl=ttl, **options)
@@ -114,8 +115,9 @@ class BroadcastLock:
         `LockUnavailable`; on exit `LeaseLost` where the lease ended before the body did.
         """
         limit = self._options["acquire_timeout"] if timeout is None else timeout
-        if not limit >= 0:
-            raise ValueError(f"timeout must be at least 0 seconds, got {timeout!r}")
+        arguments.seconds("timeout", limit, zero=True)
+        arguments.seconds("ttl", ttl, none=True)
+        arguments.kind("label", label, str)
         return Hold(
             self._link,
             label=label,

@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
 
+from async_wsync import arguments
 from async_wsync.errors import AcquireTimeout, LockError, LockUnavailable
 from async_wsync.lock_hold import holdings, undo
 from async_wsync.runtime.cancellation import finish
@@ -47,7 +48,19 @@ class PolledLock:
         warn_interval: float = 30.0,
         release_timeout: float = 5.0,
     ) -> None:
-        if not 0 < interval <= max_interval:
+        for verb in ("acquire", "release"):
+            if not hasattr(handle, verb):
+                raise ValueError(f"{handle!r} is no lock actor: it has no method {verb}")
+        limits = {
+            "interval": interval,
+            "max_interval": max_interval,
+            "acquire_timeout": acquire_timeout,
+            "warn_interval": warn_interval,
+            "release_timeout": release_timeout,
+        }
+        for key, value in limits.items():
+            arguments.seconds(key, value)
+        if interval > max_interval:
             raise ValueError(f"0 < interval <= max_interval must hold, got {interval!r} and {max_interval!r}")
         self.handle = handle
         self.key: object = ("polled", str(handle))  # the same for all locks of this process over one actor
@@ -62,7 +75,10 @@ class PolledLock:
 
     def hold(self, *, label: str, timeout: float | None = None) -> PolledHold:
         """As `BroadcastLock.hold`. Raises `AcquireTimeout`, `SelfDeadlock`, `LockUnavailable`."""
-        return PolledHold(self, label=label, timeout=self.acquire_timeout if timeout is None else timeout)
+        limit = self.acquire_timeout if timeout is None else timeout
+        arguments.seconds("timeout", limit, zero=True)
+        arguments.kind("label", label, str)
+        return PolledHold(self, label=label, timeout=limit)
 
     def refuse_holder(self) -> None:
         """As `BroadcastLock.refuse_holder`."""

@@ -16,6 +16,7 @@ import time
 import uuid
 from typing import Any
 
+from async_wsync import arguments
 from async_wsync.calls import Interrupt
 from async_wsync.core.round_state import Phase, RoundState, View
 from async_wsync.errors import LockError, RoundFailed
@@ -112,8 +113,8 @@ class UpdateRound:
     def __init__(
         self, *, name: str, namespace: str | None = None, handle: Any = None, num_sources: int | None = None
     ) -> None:
-        if not name:
-            raise ValueError("a round needs a name")
+        arguments.text("the name of a round", name)
+        arguments.text("namespace", namespace, none=True)
         self.name = name
         self.namespace = namespace
         self._num_sources = num_sources
@@ -131,8 +132,9 @@ class UpdateRound:
     ) -> UpdateRound:
         """The round called ``name``, made now if there is none. It lives as long as the process that made it, or,
         with ``lifetime="detached"``, until it is killed."""
-        if num_sources < 1:
-            raise ValueError(f"num_sources must be at least 1, got {num_sources}")
+        arguments.text("the name of a round", name)
+        arguments.at_least("num_sources", num_sources, 1)
+        arguments.seconds("silence", silence)
         import ray
 
         namespace = namespace or ray.get_runtime_context().namespace

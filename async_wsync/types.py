@@ -9,6 +9,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
+from async_wsync import arguments
+
 if TYPE_CHECKING:
     import torch
 
@@ -105,7 +107,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """Every limit, in seconds. No wait in this library lacks one.
+    """Every limit, in seconds: finite, above 0, of a year at most. No wait in this library lacks one.
 
     ``drain`` bounds how long calls already sent may take to settle once an update has failed or was
     cancelled; ``idle`` how long the source may take to yield its next tensor; ``total`` a whole update.
@@ -126,13 +128,11 @@ class Timeouts:
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            if not getattr(self, f.name) > 0:
-                raise ValueError(f"Timeouts.{f.name} must be above 0 seconds, got {getattr(self, f.name)!r}")
+            arguments.seconds(f"Timeouts.{f.name}", getattr(self, f.name))
 
     def scaled(self, factor: float) -> Timeouts:
         """All limits times ``factor``: above 1 for slow links, below for tests."""
-        if not factor > 0:
-            raise ValueError(f"factor must be above 0, got {factor!r}")
+        arguments.factor("factor", factor)
         return replace(self, **{f.name: getattr(self, f.name) * factor for f in fields(self)})
 
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from async_wsync import arguments
 from async_wsync.compat.own_errors import as_its_cause
 from async_wsync.compat.quarantine import quarantine, refuse_quarantined
 from async_wsync.engines.replies import failure_in, looks_collective, short
@@ -73,6 +74,10 @@ async def update_bucket(
     frees the engines that wait in it; a plain gloo group can't be, and its members wait for their own timeout, at
     most ``drain`` seconds of which are awaited here.
     """
+    arguments.text("group_name", group_name)
+    arguments.kind("timeouts", timeouts, Timeouts, none=True)
+    if isinstance(weight_version, bool) or not isinstance(weight_version, int | str):
+        raise ValueError(f"weight_version must be an int or a string, got {weight_version!r}")
     limits = timeouts or Timeouts()
     named = _checked(converted_named_tensors)
     refuse_quarantined(rollout_engines)
@@ -80,7 +85,7 @@ async def update_bucket(
         return
     if not rollout_engines:
         raise ValueError("rollout_engines is empty")
-    arguments = {
+    told = {
         "names": [name for name, _ in named],
         "dtypes": [tensor.dtype for _, tensor in named],
         "shapes": [tensor.shape for _, tensor in named],
@@ -90,7 +95,7 @@ async def update_bucket(
     }
 
     async def send() -> None:
-        await _Bucket(group, rollout_engines, [tensor for _, tensor in named], limits).send(arguments)
+        await _Bucket(group, rollout_engines, [tensor for _, tensor in named], limits).send(told)
         converted_named_tensors.clear()
         _advance(pbar)
 

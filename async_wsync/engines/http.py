@@ -7,19 +7,18 @@ import ssl
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from async_wsync import arguments
+from async_wsync.engines.limits import field_of, not_within
 from async_wsync.engines.replies import failure_in, looks_collective, short
 from async_wsync.errors import EngineDied, EngineFailed, EngineTimeout
 
 if TYPE_CHECKING:
     import httpx
 
-__all__ = ["FIELDS", "Answer", "JsonServer"]
+__all__ = ["Answer", "JsonServer"]
 
 #: Servers close idle connections after 5 s (uvicorn's default). One closed under our hands would look like a death.
 _IDLE_SECONDS = 2.0
-
-#: Which `Timeouts` field bounds which phase, so that an error can say what to raise.
-FIELDS = {"hello": "begin", "check": "begin", "connect": "connect", "bucket": "bucket", "publish": "end"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +42,8 @@ class JsonServer:
     def __init__(
         self, url: str, *, name: str, api_key: str | None = None, verify: ssl.SSLContext | bool = True
     ) -> None:
+        arguments.text("name", name)
+        arguments.text("api_key", api_key, none=True)
         self.url = url
         self.name = name
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -69,10 +70,9 @@ class JsonServer:
             async with asyncio.timeout(timeout):
                 response = await self._connected().request(method, path, json=body)
         except (TimeoutError, httpx.TimeoutException) as error:
-            field = FIELDS.get(phase, phase)
             raise EngineTimeout(
-                f"{self.name}: no answer to {path} within {timeout:g} s (Timeouts.{field})",
-                field=field,
+                f"{self.name}: no answer to {path} {not_within(timeout, phase)}",
+                field=field_of(phase),
                 seconds=timeout,
                 **facts,
             ) from error

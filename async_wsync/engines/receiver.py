@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from async_wsync import arguments
 from async_wsync.engines.gate import Serving
 from async_wsync.engines.protocol import Reply, Request
 from async_wsync.engines.reception import Reception
@@ -53,6 +54,7 @@ class WeightReceiver:
     ) -> None:
         given = {"on_pause": on_pause, "on_resume": on_resume, "on_flush": on_flush, "on_update_end": on_update_end}
         for hook, fn in given.items():
+            arguments.function(hook, fn)
             if fn is not None:
                 setattr(self, hook, fn)
         self.init_weight_receiver(model, name=name)
@@ -79,6 +81,7 @@ class WeightReceiver:
         On an event loop use ``async with``. Not reentrant. Waiting holds up other requests, but no update, except in an
         actor that sources reach through Ray's queue only (see docs/engines.md).
         """
+        arguments.seconds("wait", wait, zero=True)
         return Serving(self._reception.desk.gate, lambda: self.weight_version, wait)
 
     @property

@@ -16,6 +16,7 @@ import ssl
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from async_wsync import arguments
 from async_wsync.engines import sglang_wire as wire
 from async_wsync.engines.checkpoint_index import read_index
 from async_wsync.engines.http import JsonServer
@@ -56,12 +57,9 @@ class SGLangServer(LoRALoader):
         checkpoint: str | os.PathLike[str] | None = None,
         check_names: bool = True,
     ) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"an SGLang server's URL begins with http:// or https://, got {url!r}")
-        if num_ranks < 1:
-            raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
-        if wire_format is WireFormat.PACKED:
-            raise ValueError("SGLang reads flattened_bucket or per_tensor, not packed")
+        arguments.url("the URL of an SGLang server", url)
+        arguments.flag("check_names", check_names)
+        wire.check_options(num_ranks=num_ranks, name=name, wire_format=wire_format, selector=selector)
         self._name = name or url.rstrip("/")
         self._num_ranks = num_ranks
         self._wire_format = wire_format

@@ -7,8 +7,9 @@ Field names are those of ``sglang.srt.managers.io_struct`` (tried with 0.5.23), 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from async_wsync import arguments
 from async_wsync.core.buckets import lay_out
 from async_wsync.types import BucketSpec, GroupSpec, PauseMode, WireFormat
 
@@ -36,6 +37,16 @@ PAUSE_WORDS: Mapping[PauseMode, str] = {
     PauseMode.RECOMPUTE: "retract",
     PauseMode.KEEP: "in_place",
 }
+
+
+def check_options(*, num_ranks: Any, name: Any, wire_format: Any, selector: Any) -> None:
+    """The options that every adapter of SGLang has."""
+    arguments.at_least("num_ranks", num_ranks, 1)
+    arguments.text("name", name, none=True)
+    arguments.one_of("selector", selector, get_args(Selector))
+    arguments.kind("wire_format", wire_format, WireFormat)
+    if wire_format is WireFormat.PACKED:
+        raise ValueError("SGLang reads flattened_bucket or per_tensor, not packed")
 
 
 def no_pause(mode: PauseMode) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any
 from async_wsync.core.buckets import torch_dtype
 from async_wsync.engines import sglang_wire as wire
 from async_wsync.engines.checkpoint_index import read_index
-from async_wsync.engines.http import FIELDS
+from async_wsync.engines.limits import field_of, not_within
 from async_wsync.engines.replies import failure_in, looks_collective, short
 from async_wsync.engines.sglang_names import Findings, against_index, check_base
 from async_wsync.engines.sglang_wire import Selector
@@ -50,10 +50,7 @@ class SGLangActor:
         selector: Selector = "all",
         checkpoint: str | os.PathLike[str] | None = None,
     ) -> None:
-        if num_ranks < 1:
-            raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
-        if wire_format is WireFormat.PACKED:
-            raise ValueError("SGLang reads flattened_bucket or per_tensor, not packed")
+        wire.check_options(num_ranks=num_ranks, name=name, wire_format=wire_format, selector=selector)
         if not hasattr(handle, "update_weights_from_distributed"):
             raise ValueError(f"{handle!r} has no method update_weights_from_distributed")
         self._handle = handle
@@ -244,10 +241,9 @@ class SGLangActor:
             # Versions are plain answers; any of them may look like a failure.
             failure = None if method == "get_weight_version" else failure_in(answer, none_is_failure=not none_ok)
         except TimeoutError as error:
-            field = FIELDS.get(phase, phase)
             raise EngineTimeout(
-                f"{self._name}: no answer to {method} within {call.timeout:g} s (Timeouts.{field})",
-                field=field,
+                f"{self._name}: no answer to {method} {not_within(call.timeout, phase)}",
+                field=field_of(phase),
                 seconds=call.timeout,
                 **facts,
             ) from error

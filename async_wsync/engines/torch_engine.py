@@ -6,8 +6,10 @@ import asyncio
 import uuid
 from typing import Any
 
+from async_wsync import arguments
 from async_wsync.engines import protocol as p
 from async_wsync.engines.actor_calls import ActorCalls
+from async_wsync.engines.limits import field_of, not_within
 from async_wsync.engines.replies import failure_in, short
 from async_wsync.errors import EngineDied, EngineFailed, EngineReplaced, EngineTimeout
 from async_wsync.runtime.object_refs import RemoteDied, RemoteRaised
@@ -21,24 +23,6 @@ _POLL_CAP = 0.05
 _POLL_RECEIVING = 0.04
 _POLL_HINTED_CAP = 0.008
 _PACK_INLINE_TENSORS = 256
-
-# Which of `Timeouts` bounds a verb, for the error that says what to raise.
-_FIELDS: dict[type[p.Verb], str] = {
-    p.Hello: "connect",
-    p.Join: "connect",
-    p.Leave: "close",
-    p.Check: "begin",
-    p.Pause: "pause",
-    p.Flush: "flush",
-    p.Begin: "begin",
-    p.Receive: "bucket",
-    p.End: "end",
-    p.Publish: "end",
-    p.Resume: "resume",
-    p.Abort: "drain",
-    p.Reset: "begin",
-    p.Checksums: "end",
-}
 
 
 class _Pace:
@@ -86,6 +70,11 @@ class TorchEngine:
         method: str = "weight_sync",
         control_connection: bool = True,
     ) -> None:
+        arguments.text("name", name, none=True)
+        arguments.text("method", method)
+        if not hasattr(handle, method):
+            raise ValueError(f"{handle!r} has no method {method!r}: TorchEngine takes the handle of a Ray actor")
+        arguments.flag("control_connection", control_connection)
         self._handle = handle
         self.name = _default_name(handle) if name is None else name
         self._incarnation: str | None = None
@@ -199,7 +188,7 @@ class TorchEngine:
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            raise self._late(verb, phase, call.timeout, bucket) from error
+            raise self._late(phase, call.timeout, bucket) from error
         if reply.failure is not None:
             raise reply.failure.rebuild(engine=self.name, phase=phase, bucket=bucket)
         return reply.value
@@ -225,15 +214,14 @@ class TorchEngine:
             )
         return reply
 
-    def _late(self, verb: p.Verb, phase: str, seconds: float, bucket: int | None) -> EngineTimeout:
-        field = _FIELDS[type(verb)]
+    def _late(self, phase: str, seconds: float, bucket: int | None) -> EngineTimeout:
         where = phase if bucket is None else f"{phase} {bucket}"
         return EngineTimeout(
-            f"{self.name}: {where}: no answer within {seconds:g} s (Timeouts.{field})",
+            f"{self.name}: {where}: no answer {not_within(seconds, phase)}",
             engine=self.name,
             phase=phase,
             bucket=bucket,
-            field=field,
+            field=field_of(phase),
             seconds=seconds,
         )
 

@@ -14,8 +14,10 @@ from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from async_wsync import arguments
 from async_wsync.engines import vllm_wire as wire
-from async_wsync.engines.http import FIELDS, JsonServer
+from async_wsync.engines.http import JsonServer
+from async_wsync.engines.limits import field_of, not_within
 from async_wsync.engines.rejection import base_missing
 from async_wsync.engines.vllm_control import ActorControl, At, Control, HttpControl, hinted, unseen_replica
 from async_wsync.errors import EngineBusy, EngineDied, EngineFailed, EngineTimeout
@@ -49,8 +51,8 @@ class VLLMEngine:
     supports_fence = True
 
     def __init__(self, control: Control, *, name: str, num_ranks: int = 1) -> None:
-        if num_ranks < 1:
-            raise ValueError(f"num_ranks must be at least 1, got {num_ranks!r}")
+        arguments.at_least("num_ranks", num_ranks, 1)
+        arguments.text("name", name)
         self.name = name
         self.num_ranks = num_ranks
         self._control = control
@@ -292,9 +294,8 @@ class VLLMEngine:
         except TimeoutError as error:
             if isinstance(error, EngineTimeout):
                 raise
-            field = FIELDS.get(phase, phase)
-            message = f"{where}: no answer within {call.timeout:g} s (Timeouts.{field})"
-            raise EngineTimeout(message, **facts, field=field, seconds=call.timeout) from error
+            message = f"{where}: no answer {not_within(call.timeout, phase)}"
+            raise EngineTimeout(message, **facts, field=field_of(phase), seconds=call.timeout) from error
 
 
 class VLLMServer(VLLMEngine):
@@ -313,8 +314,7 @@ class VLLMServer(VLLMEngine):
         api_key: str | None = None,
         verify: ssl.SSLContext | bool = True,
     ) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"url must start with http:// or https://, got {url!r}")
+        arguments.url("url", url)
         server = JsonServer(url.rstrip("/"), name=name or url, api_key=api_key, verify=verify)
         super().__init__(HttpControl(server), name=name or url, num_ranks=num_ranks)
 

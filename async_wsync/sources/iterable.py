@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from async_wsync import arguments
 from async_wsync.errors import SourceError
 from async_wsync.sources.tensors import check_tensor, describe, gathered, let_go
 from async_wsync.types import Manifest
@@ -50,6 +51,9 @@ class IterableSource:
     ) -> None:
         if not (isinstance(items, Iterable | AsyncIterable) or callable(items)):
             raise ValueError(f"items must be an iterable or a callable that returns one, got {type(items).__name__}")
+        arguments.kind("manifest", manifest, Manifest, none=True)
+        arguments.flag("collective", collective)
+        arguments.flag("stable_tensors", stable_tensors)
         self._items: Items | Callable[[], Items] = items
         self._manifest = manifest
         self._used = False

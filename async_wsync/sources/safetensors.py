@@ -13,7 +13,7 @@ import torch
 
 from async_wsync.core.buckets import dtype_name
 from async_wsync.errors import SourceError
-from async_wsync.sources.tensors import wire_dtype
+from async_wsync.sources.tensors import check_options, wire_dtype
 from async_wsync.types import Manifest, ParamMeta
 
 __all__ = ["SafetensorsSource"]
@@ -63,8 +63,7 @@ class SafetensorsSource:
         rename: Callable[[str], str] | None = None,
         include: Callable[[str], bool] | None = None,
     ) -> None:
-        if dtype is not None and not dtype.is_floating_point:
-            raise ValueError(f"dtype must be a floating point type, got {dtype!r}")
+        check_options(dtype=dtype, rename=rename, include=include)
         self._path = Path(path)
         self._files = _files(self._path)
         self._dtype = dtype

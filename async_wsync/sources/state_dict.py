@@ -7,9 +7,10 @@ from typing import Any, Literal
 
 import torch
 
+from async_wsync import arguments
 from async_wsync.core.buckets import dtype_name
 from async_wsync.core.module_names import gathers_its_state, module_state
-from async_wsync.sources.tensors import describe, gathered, is_sharded, selected
+from async_wsync.sources.tensors import check_options, describe, gathered, is_sharded, selected
 from async_wsync.types import Manifest
 
 __all__ = ["MasterWeightSource", "ModuleSource", "StateDictSource"]
@@ -39,10 +40,9 @@ class StateDictSource:
         rename: Callable[[str], str] | None = None,
         include: Callable[[str], bool] | None = None,
     ) -> None:
-        if tied not in ("once", "each"):
-            raise ValueError(f"tied must be 'once' or 'each', got {tied!r}")
-        if dtype is not None and not dtype.is_floating_point:
-            raise ValueError(f"dtype must be a floating point type, got {dtype!r}")
+        arguments.one_of("tied", tied, ("once", "each"))
+        arguments.kind("mapping", mapping, Mapping)
+        check_options(dtype=dtype, rename=rename, include=include)
         self._mapping = mapping
         self._dtype = dtype
         self.stable_tensors = isinstance(mapping, dict)
@@ -137,4 +137,5 @@ class MasterWeightSource(StateDictSource):
         rename: Callable[[str], str] | None = None,
         include: Callable[[str], bool] | None = None,
     ) -> None:
+        arguments.kind("dtype", dtype, torch.dtype)
         super().__init__(masters, dtype=dtype, tied=tied, rename=rename, include=include)

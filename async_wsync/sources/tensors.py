@@ -8,16 +8,26 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from async_wsync import arguments
 from async_wsync.core.buckets import detached, param_meta
 from async_wsync.core.familiar import FamiliarParams
 from async_wsync.types import Manifest
 
-__all__ = ["check_tensor", "describe", "gathered", "is_sharded", "let_go", "selected", "wire_dtype"]
+__all__ = ["check_options", "check_tensor", "describe", "gathered", "is_sharded", "let_go", "selected", "wire_dtype"]
 
 Named = tuple[str, torch.Tensor]
 
 _STRIDED = torch.strided
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)  # no need to look twice at thousands of them
+
+
+def check_options(*, dtype: Any, rename: Any, include: Any) -> None:
+    """The options that several sources share."""
+    arguments.kind("dtype", dtype, torch.dtype, none=True)
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype must be a floating point type, got {dtype!r}")
+    arguments.function("rename", rename)
+    arguments.function("include", include)
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
