@@ -53,6 +53,13 @@ class Figures:
         return f"| {self.what} | {self.repeats} | {times} | {facts} |"
 
 
+def added(parts: Sequence[Figures]) -> Figures:
+    """One for all, of ``parts`` that did the same."""
+    facts = {key: sum(part.facts[key] for part in parts) for key in parts[0].facts}
+    seconds = [second for part in parts for second in part.seconds]
+    return Figures(parts[0].what, sum(part.repeats for part in parts), seconds, facts)
+
+
 def percentile(values: Sequence[float], share: float) -> float:
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, round(share * (len(ordered) - 1)))]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
-from tests.ray.conftest import _rig, judge, lock, rig
+from tests.ray.conftest import _rig, _rigs, judge, lock, rig, rigs
 
-__all__ = ["SLACK", "_rig", "judge", "lock", "rig"]
+__all__ = ["SLACK", "_rig", "_rigs", "judge", "lock", "rig", "rigs"]
 
 #: A busy machine may take so many times longer than the promise before a test fails; the table shows what it took.
 SLACK = float(os.environ.get("WSYNC_CHAOS_SLACK", "1.0"))

@@ -1,33 +1,30 @@
-"""One engine of three is frozen in each phase of an update, at limits of 1, 3 and 10 s, 20 times each."""
+"""One engine of three is frozen in each phase of an update, at limits of 1, 3 and 10 s, a number of times each."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import pytest
 
 from tests.chaos.test_update_chaos import STRIDE
 from tests.conftest import Report
 from tests.freezes import PHASES, freeze_sweep
-from tests.ray.fleet import Rig
+from tests.ray.fleet import Rig, side_by_side
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1700)]
 
-TIMES = max(1, 20 // STRIDE)
 
-
-@pytest.mark.parametrize("seconds", [1.0, 3.0, 10.0])
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(
+    ("seconds", "times", "dropping"),
+    [(1.0, 20, False), (3.0, 12, False), (10.0, 6, False), (1.0, 12, True)],
+    ids=["1 s", "3 s", "10 s", "1 s, drop"],
+)
 async def test_an_engine_frozen_in_any_phase_is_named_and_nobody_else(
-    rig: Rig, phase: str, seconds: float, report_figures: Report
+    rigs: list[Rig], seconds: float, times: int, dropping: bool, report_figures: Report
 ) -> None:
-    figures = await freeze_sweep(rig, phase, seconds=seconds, times=TIMES)
-    report_figures(figures)
-    assert not figures.wrong, "\n".join(figures.wrong)
-    assert figures.fired == TIMES
-
-
-@pytest.mark.parametrize("phase", PHASES)
-async def test_a_frozen_engine_alone_is_dropped(rig: Rig, phase: str, report_figures: Report) -> None:
-    figures = await freeze_sweep(rig, phase, seconds=1.0, times=TIMES, dropping=True)
-    report_figures(figures)
-    assert not figures.wrong, "\n".join(figures.wrong)
-    assert figures.fired == TIMES
+    times = max(1, times // STRIDE)
+    sweeps = [partial(freeze_sweep, phase=p, seconds=seconds, times=times, dropping=dropping) for p in PHASES]
+    for figures in await side_by_side(rigs, sweeps):
+        report_figures(figures)
+        assert not figures.wrong, "\n".join(figures.wrong)
+        assert figures.fired == times

@@ -6,13 +6,16 @@ What was late and in time at a second try is told at the end of the output.
 from __future__ import annotations
 
 import signal
+from functools import partial
 from typing import Any
 
 import pytest
 
 from async_wsync import BroadcastLock
+from tests.conftest import Report
+from tests.freezes import PHASES, freeze_sweep
 from tests.ray.conftest import Judge
-from tests.ray.fleet import Rig
+from tests.ray.fleet import Rig, side_by_side
 from tests.sweep_figures import PROMISED
 from tests.sweeps import SETTINGS, Setting, cancel_sweep, fault_sweep
 
@@ -50,3 +53,11 @@ async def test_a_cancelled_update_leaves_everything_at_rest(
         rig, lock, kinds=kinds, on_cancel=on_cancel, at=range(first, 400, 23), setting=setting, promised=PROMISED
     )
     judge(figures, hits=4)
+
+
+async def test_an_engine_frozen_in_any_phase_is_named_and_nobody_else(rigs: list[Rig], report_figures: Report) -> None:
+    sweeps = [partial(freeze_sweep, phase=p, seconds=1.0, times=1, first=n) for n, p in enumerate(PHASES)]
+    for figures in await side_by_side(rigs[:3], sweeps):
+        report_figures(figures)
+        assert not figures.wrong, "\n".join(figures.wrong)
+        assert figures.fired == 1

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,20 @@ from async_wsync import BroadcastLock, EngineDied, ModuleSource, TorchEngine, We
 from async_wsync.testing import Fault, cancel_at_every_await, start_engine
 from tests.chaos.conftest import SLACK
 from tests.conftest import RayCluster
+from tests.lock_cancel import new_lock
 from tests.ray.conftest import Judge
-from tests.ray.fleet import LIMITS, NAMES, Rig, a_large_model, a_model, a_source, call, failure_of, update_tasks
+from tests.ray.fleet import (
+    LIMITS,
+    NAMES,
+    Rig,
+    a_large_model,
+    a_model,
+    a_source,
+    call,
+    failure_of,
+    side_by_side,
+    update_tasks,
+)
 from tests.sweep_figures import PROMISED, Figures, Points, Verdict, measured_gaps
 from tests.sweeps import SETTINGS, Setting, cancel_sweep, fault_sweep
 
@@ -86,24 +99,43 @@ async def test_an_engine_is_killed_at_every_event(rig: Rig, lock: BroadcastLock,
     judge(figures)
 
 
-@pytest.mark.parametrize("victim", NAMES)
-async def test_an_engine_is_stopped_at_every_event(rig: Rig, lock: BroadcastLock, victim: str, judge: Judge) -> None:
+async def stopped(rig: Rig, victim: str, at: range | None, setting: Setting) -> Figures:
+    lock = new_lock()
+    await lock.status(timeout=90)
     figures = await fault_sweep(
-        rig, lock, number=signal.SIGSTOP, victims=[victim], at=every_point(), promised=LIMITS_HERE
+        rig, lock, number=signal.SIGSTOP, victims=[victim], at=at, setting=setting, promised=LIMITS_HERE
     )
-    figures.what += f" of {victim} at every event"
-    judge(figures)
+    await lock.shutdown()
+    return figures
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_an_engine_is_stopped_at_every_event(rigs: list[Rig], judge: Judge) -> None:
+    sweeps = [partial(stopped, victim=victim, at=every_point(), setting=Setting()) for victim in NAMES]
+    for victim, figures in zip(NAMES, await side_by_side(rigs, sweeps), strict=True):
+        figures.what += f" of {victim} at every event"
+        judge(figures)
+
+
+def every_second(setting: Setting) -> range:
+    return range(1 + SETTINGS.index(setting) % 2, 2000, 2 * STRIDE)
+
+
 @pytest.mark.parametrize("setting", SETTINGS[1:], ids=str)
-async def test_another_kind_of_update_meets_a_fault_at_every_second_event(
-    rig: Rig, lock: BroadcastLock, setting: Setting, number: int, judge: Judge
+async def test_another_kind_of_update_meets_a_kill_at_every_second_event(
+    rig: Rig, lock: BroadcastLock, setting: Setting, judge: Judge
 ) -> None:
-    at = range(1 + SETTINGS.index(setting) % 2, 2000, 2 * STRIDE)
-    figures = await fault_sweep(rig, lock, number=number, victims=["e1"], at=at, setting=setting, promised=LIMITS_HERE)
+    at = every_second(setting)
+    figures = await fault_sweep(rig, lock, victims=["e1"], at=at, setting=setting, promised=LIMITS_HERE)
     figures.what += " of e1 at every second event"
     judge(figures)
+
+
+async def test_another_kind_of_update_meets_a_stop_at_every_second_event(rigs: list[Rig], judge: Judge) -> None:
+    settings = SETTINGS[1:]
+    sweeps = [partial(stopped, victim="e1", at=every_second(setting), setting=setting) for setting in settings]
+    for figures in await side_by_side(rigs, sweeps):
+        figures.what += " of e1 at every second event"
+        judge(figures)
 
 
 @pytest.mark.gate

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
-import ray
 
 from async_wsync import BroadcastLock
 from tests.conftest import RayCluster, Report
@@ -16,14 +16,16 @@ from tests.sweep_figures import Figures
 
 Judge = Callable[..., None]
 
+NUM_RIGS = 5
+
 
 @pytest.fixture(scope="session")
 def _rig(ray_cluster: RayCluster) -> Iterator[Rig]:
     rig = Rig()
     rig.start()
+    rig.wait()
     yield rig
-    for handle in [*rig.handles.values(), *rig.spares]:
-        ray.kill(handle)
+    rig.close()
 
 
 @pytest.fixture
@@ -31,6 +33,25 @@ async def rig(_rig: Rig) -> Rig:
     """Three engines named e0, e1, e2, alive and without a script."""
     await _rig.ready()
     return _rig
+
+
+@pytest.fixture(scope="session")
+def _rigs(_rig: Rig) -> Iterator[list[Rig]]:
+    others = [Rig() for _ in range(NUM_RIGS - 1)]
+    for rig in others:
+        rig.start()
+    for rig in others:
+        rig.wait()
+    yield [_rig, *others]
+    for rig in others:
+        rig.close()
+
+
+@pytest.fixture
+async def rigs(_rigs: list[Rig]) -> list[Rig]:
+    """As many as are worth it where updates mostly wait for a limit."""
+    await asyncio.gather(*(rig.ready() for rig in _rigs))
+    return _rigs
 
 
 @pytest.fixture

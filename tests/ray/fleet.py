@@ -6,9 +6,9 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 import torch
@@ -27,6 +27,8 @@ from async_wsync.core.checksum import model_digests
 from async_wsync.runtime.object_refs import await_ref
 from async_wsync.testing import Fault, start_engine
 from async_wsync.types import UpdateEvent
+
+T = TypeVar("T")
 
 NAMES = ("e0", "e1", "e2")
 SIZE = 96
@@ -74,10 +76,17 @@ class Rig:
     version: int = 0
 
     def start(self) -> None:
+        """Without waiting for the engines."""
         self.handles = {name: start_engine(self.build) for name in NAMES}
+
+    def wait(self) -> None:
         for name, handle in self.handles.items():
             self.pids[name] = ray.get(handle.pid.remote(), timeout=120)
             self._fired_before[name] = 0
+
+    def close(self) -> None:
+        for handle in [*self.handles.values(), *self.spares]:
+            ray.kill(handle)
 
     async def revive(self, name: str) -> TorchEngine:
         """Another actor in the place of a dead one. Two are started side by side, as one takes seconds on one core."""
@@ -146,6 +155,24 @@ class Rig:
             **options,
         }
         return WeightBroadcaster(self.engines(names), **options)
+
+
+async def side_by_side(rigs: Sequence[Rig], jobs: Iterable[Callable[[Rig], Awaitable[T]]]) -> list[T]:
+    """What ``jobs`` return, each done with a rig of its own, as many at a time as there are rigs."""
+    free: asyncio.Queue[Rig] = asyncio.Queue()
+    for rig in rigs:
+        free.put_nowait(rig)
+
+    async def done(job: Callable[[Rig], Awaitable[T]]) -> T:
+        rig = await free.get()
+        try:
+            return await job(rig)
+        finally:
+            free.put_nowait(rig)
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(done(job)) for job in jobs]
+    return [task.result() for task in tasks]
 
 
 class Events(list[UpdateEvent]):
