@@ -82,10 +82,11 @@ async def freeze_sweep(
 
 
 def _fault(phase: str, turn: int) -> Fault:
-    bucket = turn % NUM_BUCKETS if phase == "receive" else None
-    # In every other run a moment later: while it joins, when it has greeted, say, or while a bucket arrives.
-    seconds = 0.004 * turn if phase in ("join", "receive") and turn % 2 else 0.0
-    return Fault(do="stop", at=phase, bucket=bucket, seconds=seconds)
+    if turn % 2 and phase in ("join", "receive"):
+        # A moment later: while it joins, when it has greeted, say; while a bucket arrives, or the next one.
+        bucket, step = (0, 0.001) if phase == "receive" else (None, 0.004)
+        return Fault(do="stop", at=phase, bucket=bucket, seconds=step * turn)
+    return Fault(do="stop", at=phase, bucket=turn % NUM_BUCKETS if phase == "receive" else None)
 
 
 def _check_states(broadcaster: WeightBroadcaster, victim: str, figures: Freezes, where: str, dropping: bool) -> None:
