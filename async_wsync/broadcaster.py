@@ -43,6 +43,7 @@ from async_wsync.round_update import RoundUpdate
 from async_wsync.rounds import UpdateRound
 from async_wsync.runtime.cancellation import finish
 from async_wsync.runtime.foreign import contained
+from async_wsync.runtime.signals import end_quietly_on_sigterm
 from async_wsync.sources.pump import SourcePump
 from async_wsync.story import Settings, Story, Verify
 from async_wsync.turns import Turns
@@ -168,6 +169,7 @@ class WeightBroadcaster:
         broadcaster that was open stays open, any other is closed. Raises ValueError while the broadcaster is being
         closed, `Cancelled` if it is closed meanwhile, `EngineFailed`, `RendezvousError`, `LockError`.
         """
+        end_quietly_on_sigterm()
         async with self._turns.take_to_open() as was_open:
             connected = False
             try:
@@ -274,6 +276,7 @@ class WeightBroadcaster:
         round: UpdateRound | None = None,
         **options: Any,
     ) -> UpdateReport:
+        end_quietly_on_sigterm()
         story = Story(version=version, emit=self._emit)
         kind: Callable[..., Update] = Update if round is None else partial(RoundUpdate, member=round.member(self.name))
         update = kind(

@@ -70,4 +70,10 @@ class Errand:
             try:
                 await work(self._calls, held)
             finally:
-                await finish(self._calls.settle(limit=self._timeouts.drain), name=f"settling {self._label}")
+                await finish(self._calls.settle(limit=self._drain()), name=f"settling {self._label}")
+
+    def _drain(self) -> float:
+        """Seconds for what is under way to settle. Where it was broken off, that is joins of a group that will not be,
+        whose members have been given half of ``close`` to leave it."""
+        limits = self._timeouts
+        return limits.drain if self._calls.interrupt.reason is None else min(limits.drain, limits.close / 4)

@@ -172,7 +172,7 @@ class Links:
     ) -> UpdateGroup:
         limit = self._timeouts.connect
         self._epoch = max(self._epoch + 1, call.fence)
-        rendezvous = await Rendezvous.open(
+        opening = Rendezvous.open(
             address=self._master_address or node_address(),
             backend=backend,
             name=f"wsync-{self._epoch}-{uuid.uuid4().hex[:8]}",
@@ -181,6 +181,7 @@ class Links:
             timeout=self._group_timeout,
             connect_timeout=limit,
         )
+        rendezvous = await calls.race(opening)
         joins, ranks, offset = [], {}, 1
         # One that waits for another's join is freed by our farewell. Its adapter must not give it up before that.
         patient = replace(call, timeout=call.timeout + self._timeouts.close + MEMBER_MARGIN)

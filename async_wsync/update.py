@@ -51,6 +51,7 @@ from async_wsync.types import (
 __all__ = ["Update"]
 
 _LOST_HELLO = 2.0  # seconds for an engine that was already lost, where the update can go on without it
+_LEAVE_SHARE = 0.75  # of the close limit: what an update that was cancelled before it touched anything may still take
 _SETTLE_SHARE = 0.25  # of the drain: what a cancelled update keeps of it for settling, if it cannot finish
 
 
@@ -81,6 +82,7 @@ class Update:
     failure: UpdateFailed | None = None
     interrupt: Interrupt = field(default_factory=Interrupt)
     backend: str = ""
+    _drain: float = 0.0
     _drained_by: float | None = None  # since the caller was cancelled
     _early: asyncio.Timeout | None = None
     _timers: list[asyncio.TimerHandle] = field(default_factory=list)
@@ -357,10 +359,9 @@ class Update:
         )
 
     def _drain_left(self) -> float:
-        drain = self.settings.timeouts.drain
         if self._drained_by is None:
-            return drain
-        return max(self._drained_by - asyncio.get_running_loop().time(), _SETTLE_SHARE * drain)
+            return self.settings.timeouts.drain
+        return max(self._drained_by - asyncio.get_running_loop().time(), _SETTLE_SHARE * self._drain)
 
     def break_off(self, reason: Exception) -> None:
         """End the update with this failure, wherever it is."""
@@ -369,10 +370,15 @@ class Update:
     def cancelled(self, task: asyncio.Task[UpdateReport]) -> None:
         """The caller was cancelled. Before anything was touched, leave; after that, finish or stop within ``drain``."""
         loop = asyncio.get_running_loop()
-        drain = self.settings.timeouts.drain
+        limits = self.settings.timeouts
+        # What may still be under way before an engine was paused is joins, of a group that will not be.
+        self._drain = drain = limits.drain if self.story.started else min(limits.drain, _LEAVE_SHARE * limits.close)
         self._drained_by = loop.time() + drain
         if not self.committed:
             task.cancel()
+            return
+        if not self.story.started:
+            self.interrupt.fire(Cancelled("the update was cancelled before any engine was paused"))
             return
         if self.settings.on_cancel == "stop":
             self.stopped = Cancelled("the update was cancelled and stopped at a bucket boundary (on_cancel='stop')")

@@ -29,14 +29,13 @@ from async_wsync.runtime import nccl, sockets
 from async_wsync.runtime.gloo_wiring import addresses_in_records, new_device
 from async_wsync.runtime.store import PrefixStore, Store, given_up_key, shut_store
 from async_wsync.runtime.threads import pause, spawn
+from async_wsync.runtime.torch_threads import EXIT_GRACE
 from async_wsync.types import GroupSpec
 
 __all__ = ["ProcessGroup"]
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that the interpreter's end waits for groups to let go.
-EXIT_GRACE = 1.0
 
 _live: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 _exit_hook = threading.Lock()  # held once the hook is registered

@@ -37,6 +37,7 @@ from async_wsync.runtime.store import (
     shut_store,
 )
 from async_wsync.runtime.threads import DaemonWorker, pause, run_bounded, spawn
+from async_wsync.runtime.torch_threads import inside_store
 from async_wsync.types import GroupSpec
 
 __all__ = ["Rendezvous", "join_group"]
@@ -183,10 +184,11 @@ class Rendezvous:
             raise self._error("closed", "the rendezvous was closed meanwhile")
         heard = set()
         try:
-            for rank in ranks:
-                if store.check([_key(self.spec, "hello", rank)]):
-                    self._check(rank, json.loads(store.get(_key(self.spec, "hello", rank))), members)
-                    heard.add(rank)
+            with inside_store():
+                for rank in ranks:
+                    if store.check([_key(self.spec, "hello", rank)]):
+                        self._check(rank, json.loads(store.get(_key(self.spec, "hello", rank))), members)
+                        heard.add(rank)
         except RendezvousError:
             raise
         except RuntimeError as error:
@@ -286,8 +288,14 @@ def join_group(
 def _greet(
     spec: GroupSpec, rank: int, member: str, num_ranks: int | None, store: TCPStore, deadline: float
 ) -> dict[str, Any]:
-    """Say hello and wait for the source's answer."""
-    if store.add(_key(spec, "seats", rank), 1) > 1:
+    """Say hello and wait for the source's answer.
+
+    Polls, as a thread that waited in the store could neither be called back when the process ends, nor without a C++
+    stack in the log.
+    """
+    with inside_store():
+        taken = store.add(_key(spec, "seats", rank), 1) > 1
+    if taken:
         raise rendezvous_error(spec.name, "hello", f"rank {rank} is taken; {member} came second", [])
     hello = {
         "protocol": PROTOCOL,
@@ -298,11 +306,18 @@ def _greet(
         "host": socket.gethostname(),
         "pid": os.getpid(),
     }
-    store.set(_key(spec, "hello", rank), json.dumps(hello))
-    go = _key(spec, "go", rank)
-    store.wait([go], timedelta(seconds=max(0.001, deadline - time.monotonic())))
-    answer: dict[str, Any] = json.loads(store.get(go))
-    return answer
+    with inside_store():
+        store.set(_key(spec, "hello", rank), json.dumps(hello))
+    go, delay = _key(spec, "go", rank), _POLL_FIRST
+    while (left := deadline - time.monotonic()) > 0:
+        store.set_timeout(timedelta(seconds=max(left, 0.1)))  # of one poll
+        with inside_store():
+            if store.check([go]):
+                answer: dict[str, Any] = json.loads(store.get(go))
+                return answer
+        pause(delay)
+        delay = min(delay * 1.5, _POLL_LAST / 2)
+    raise RuntimeError(f"no word within {spec.join_timeout:g} s")
 
 
 def _build_bounded(group: ProcessGroup, announcing: Collection[int], eager: bool, deadline: float) -> None:
@@ -316,12 +331,13 @@ def _build_bounded(group: ProcessGroup, announcing: Collection[int], eager: bool
 
 def _refuse(store: Store, spec: GroupSpec, reason: str) -> None:
     try:
-        for rank in range(1, spec.world_size):
-            if not store.check([_key(spec, "go", rank)]):
-                store.set(_key(spec, "go", rank), json.dumps({"refused": reason}))
-        store.set(given_up_key(spec), reason)
-        store.check([given_up_key(spec)])  # an answer means that all of the above has been worked off
-        pause(FAREWELL)
+        with inside_store():
+            for rank in range(1, spec.world_size):
+                if not store.check([_key(spec, "go", rank)]):
+                    store.set(_key(spec, "go", rank), json.dumps({"refused": reason}))
+            store.set(given_up_key(spec), reason)
+            store.check([given_up_key(spec)])  # an answer means that all of the above has been worked off
+            pause(FAREWELL)
     except RuntimeError:
         logger.debug("group %s: the store failed while it was being closed", spec.name, exc_info=True)
     shut_store(spec)

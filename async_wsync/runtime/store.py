@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Collection
 from datetime import timedelta
+from functools import partial
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
@@ -18,6 +19,7 @@ from async_wsync.errors import RendezvousError
 from async_wsync.runtime import sockets
 from async_wsync.runtime.master_address import check_master_address
 from async_wsync.runtime.threads import pause, run_bounded
+from async_wsync.runtime.torch_threads import inside_store
 from async_wsync.types import GroupSpec
 
 __all__ = [
@@ -46,16 +48,16 @@ def open_store(address: str, port: int, name: str, connect_timeout: float) -> TC
         raise rendezvous_error(
             name, "listen", f"members cannot connect to master_address {address!r}: {error}"
         ) from error
+
+    def listen(port: int) -> TCPStore:
+        limit = timedelta(seconds=connect_timeout)
+        with inside_store():
+            return TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=limit)
+
     for candidate in (port, 0) if port else (0,):
         try:
             return run_bounded(
-                lambda: TCPStore(
-                    address,
-                    candidate,  # noqa: B023 (called before the next turn)
-                    is_master=True,
-                    wait_for_workers=False,
-                    timeout=timedelta(seconds=connect_timeout),
-                ),
+                partial(listen, candidate),
                 seconds=connect_timeout,
                 name=f"listen {name}",
                 on_expiry=lambda: None,
@@ -102,9 +104,13 @@ def _enter(spec: GroupSpec, deadline: float) -> TCPStore:
         new = sockets.find_connections(lambda _, peer: peer in ends) - before
         sockets.break_connections(lambda _, peer: peer in ends, among=new)
 
+    def enter() -> TCPStore:
+        with inside_store():
+            return TCPStore(spec.master_address, spec.master_port, is_master=False, timeout=timedelta(seconds=left))
+
     try:
         return run_bounded(
-            lambda: TCPStore(spec.master_address, spec.master_port, is_master=False, timeout=timedelta(seconds=left)),
+            enter,
             seconds=left,
             name=f"enter {spec.name}",
             on_expiry=give_way,

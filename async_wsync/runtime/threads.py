@@ -7,6 +7,7 @@ one stuck collective would keep a finished script alive. Nothing waits for these
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -111,9 +112,13 @@ class DaemonWorker:
 
 
 def start_daemon(fn: Callable[..., object], *args: Any, name: str) -> threading.Thread:
-    """Start ``fn(*args)`` in a daemon thread of its own."""
+    """Start ``fn(*args)`` in a daemon thread of its own.
+
+    Not while the interpreter ends: no other thread runs any more then, and starting one would wait for it for ever.
+    """
     thread = threading.Thread(target=fn, args=args, name=name, daemon=True)
-    thread.start()
+    if not sys.is_finalizing():
+        thread.start()
     return thread
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 import uuid
@@ -413,6 +416,37 @@ async def test_mistakes_of_the_caller_are_value_errors(fleet: Fleet) -> None:
         join_group(rendezvous.spec, 3, member="three")
     await rendezvous.aclose()
     await rendezvous.aclose()
+
+
+ENDS = """
+import asyncio, signal, sys
+from async_wsync.runtime.update_group import Rendezvous
+
+async def main():
+    options = dict(address="127.0.0.1", backend="gloo", name="g", epoch=1, timeout=60, connect_timeout=60)
+    rendezvous = await Rendezvous.open(world_size=2, **options)
+    print(rendezvous.spec.master_port, flush=True)
+    await rendezvous.complete({1: "engine-1"})
+
+signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
+loop = asyncio.new_event_loop()  # never closed, so that its tasks go with the interpreter
+loop.run_until_complete(main())
+"""
+
+
+def test_a_source_that_is_ended_while_it_waits_for_members_ends_quietly() -> None:
+    source = subprocess.Popen([sys.executable, "-c", ENDS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert source.stdout is not None
+        assert int(source.stdout.readline())
+        time.sleep(0.2)  # it has begun to listen for hellos, or will the same moment
+        source.send_signal(signal.SIGTERM)
+        _, err = source.communicate(timeout=30)
+    finally:
+        source.kill()
+    assert source.returncode == signal.SIGTERM, err
+    for complaint in ("frame #", "terminate called", "Fatal Python error"):
+        assert complaint not in err
 
 
 # ---------------------------------------------------------------------- sources that come again
