@@ -127,6 +127,22 @@ async def test_who_may_serve_after_a_failure_is_the_callers_choice(
         await heals(rig, broadcaster)
 
 
+async def test_an_engine_left_paused_is_named_though_another_ones_name_begins_with_its_own(rig: Rig) -> None:
+    engines = [TorchEngine(rig.handles["e0"], name="e1"), TorchEngine(rig.handles["e1"], name="e10")]
+    async with WeightBroadcaster(
+        engines, lock=None, timeouts=LIMITS, bucket_bytes=BUCKET_BYTES, progress=False, resume_policy="never"
+    ) as broadcaster:
+        await broadcaster.update_weights(a_source(1), version=rig.next_version())
+        await rig.script("e1", Fault(do="raise_before", at="begin"), Fault(do="raise_before", at="reset", times=9))
+        failure, _ = await failure_of(broadcaster.update_weights(a_source(2), version=rig.next_version()))
+        assert await rig.fired("e1") == ["raise_before at begin", "raise_before at reset"]
+        assert "e10: its update session could not be closed" in str(failure)
+        assert re.search(r"still paused, though whole: e1$", str(failure), re.MULTILINE)
+        await rig.script("e1")
+    async with rig.broadcaster(["e0", "e1"]) as broadcaster:
+        await heals(rig, broadcaster)
+
+
 async def test_adapters_that_raise_whatever_they_like_break_nothing(rig: Rig, caplog: Any) -> None:
     class Clumsy(TorchEngine):
         clumsy: tuple[str, ...] = ()

@@ -168,7 +168,7 @@ def _bad_constructions(engine: TorchEngine) -> dict[str, tuple[str, Any]]:
 
     class TwoFaced:
         name, num_ranks = "odd", 0
-        join = begin = receive = end = None
+        wire_format = hello = join = leave = begin = receive = end = publish = aclose = None
 
     return {
         "no engines": ("no engines", make(())),
