@@ -48,9 +48,6 @@ class PolledLock:
         warn_interval: float = 30.0,
         release_timeout: float = 5.0,
     ) -> None:
-        for verb in ("acquire", "release"):
-            if not hasattr(handle, verb):
-                raise ValueError(f"{handle!r} is no lock actor: it has no method {verb}")
         limits = {
             "interval": interval,
             "max_interval": max_interval,
@@ -62,6 +59,9 @@ class PolledLock:
             arguments.seconds(key, value)
         if interval > max_interval:
             raise ValueError(f"0 < interval <= max_interval must hold, got {interval!r} and {max_interval!r}")
+        for verb in ("acquire", "release"):
+            if not hasattr(handle, verb):
+                raise ValueError(f"{handle!r} is no lock actor: it has no method {verb}")
         self.handle = handle
         self.key: object = ("polled", str(handle))  # the same for all locks of this process over one actor
         self.interval = interval

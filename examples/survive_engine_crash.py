@@ -96,7 +96,7 @@ async def main() -> None:
         assert caught_up is not None
         print(caught_up.summary())
         await push(3)
-        assert broadcaster.current_engines() == ("rollout-0", "rollout-2", "rollout-1b")
+        assert broadcaster.current_engines() == ("rollout-0", "rollout-1b", "rollout-2")
         await asyncio.sleep(0.3)
 
     for task in rollouts:
