@@ -34,7 +34,7 @@ class Fault:
     ``at``: hello, join, leave, check, pause, flush, begin, receive, end, publish, resume, abort, reset, checksums.
 
     * ``raise_before``: raise ``error`` at once and do nothing: in a receive, never enter the collective.
-    * ``raise_after``: do all of it, then report ``error`` instead of success.
+    * ``raise_after``: do all of it, then report ``error`` instead of success, no sooner than ``seconds`` later.
     * ``answer``: answer ``answer`` (``None``, ``False``, ``{"success": False}``, ``(False, "why")``) and do nothing.
     * ``answer_early``: report success at once, do the work all the same. ``skip``: report success, do nothing.
     * ``delay``: report the outcome no sooner than ``seconds`` later; the actor keeps answering others meanwhile.
@@ -154,6 +154,7 @@ class ScriptedEngine(WeightReceiver):
         elif fault.do == "raise_after":
             assert fault.error is not None
             self._replaced[request.id] = fault.error
+            self._not_before[request.id] = time.monotonic() + fault.seconds
         elif fault.do == "raise_before":
             assert fault.error is not None
             raise fault.error

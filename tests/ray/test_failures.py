@@ -76,7 +76,8 @@ async def test_a_failure_in_the_middle_tears_and_pauses_and_the_next_update_heal
     events = Events()
     async with rig.broadcaster(["e0", "e1"], on_event=events, num_buffers=1) as broadcaster:
         before = await broadcaster.update_weights(a_source(1), version=rig.next_version())
-        await rig.script("e1", Fault(do="raise_after", bucket=2, error=ValueError("bad scale")))
+        # Late, so that the other engine has acknowledged the bucket by then.
+        await rig.script("e1", Fault(do="raise_after", bucket=2, error=ValueError("bad scale"), seconds=0.3))
         failure, _ = await failure_of(broadcaster.update_weights(a_source(2), version=rig.next_version()))
         assert await rig.fired("e1") == ["raise_after at receive"]
         assert [o.last_bucket for o in failure.outcomes.values()] == [2, 1]
