@@ -27,7 +27,6 @@ from async_wsync.errors import (
     LockError,
     PhaseTimeout,
     UpdateFailed,
-    WeightSyncError,
 )
 from async_wsync.fleet import Fleet
 from async_wsync.greeting import greet
@@ -84,7 +83,6 @@ class Update:
     backend: str = ""
     _drain: float = 0.0
     _drained_by: float | None = None  # since the caller was cancelled
-    _early: asyncio.Timeout | None = None
     _timers: list[asyncio.TimerHandle] = field(default_factory=list)
     _bases: dict[str, Base] = field(default_factory=dict)
 
@@ -93,11 +91,10 @@ class Update:
     async def run(self) -> UpdateReport:
         loop = asyncio.get_running_loop()
         limit = self.settings.timeouts.total
-        self.interrupt.future.add_done_callback(lambda _: self._break_wait())
         self._timers.append(loop.call_later(limit, lambda: self.interrupt.fire(self._out_of_time())))
         done = False
         try:
-            async with self._interruptible():
+            async with self.interrupt.breaks_off():
                 spec = await self._plan()
                 engines = await self._greet()
             self._start_bar(spec)
@@ -115,27 +112,6 @@ class Update:
             self.progress.close(status="done" if done else "cancelled" if cancelled else "failed")
             await finish(self.pump.aclose(self.settings.timeouts.close))
             self.story.event("update_finished" if done else "update_failed")
-
-    @asynccontextmanager
-    async def _interruptible(self) -> AsyncIterator[None]:
-        """For the waits of this task that do not race against the interrupt themselves: it breaks them off."""
-        if (reason := self.interrupt.reason) is not None:
-            raise reason
-        try:
-            async with asyncio.timeout(None) as early:
-                self._early = early
-                yield
-        except TimeoutError as error:
-            if not early.expired() or isinstance(error, WeightSyncError):
-                raise
-            assert self.interrupt.reason is not None
-            raise self.interrupt.reason from error
-        finally:
-            self._early = None
-
-    def _break_wait(self) -> None:
-        if self._early is not None:
-            self._early.reschedule(asyncio.get_running_loop().time())
 
     @property
     def _may_be_empty(self) -> bool:
@@ -213,7 +189,7 @@ class Update:
         try:
             async with AsyncExitStack() as stack:
                 with self.story.during("lock"):
-                    async with self._interruptible():
+                    async with self.interrupt.breaks_off():
                         hold = self.lock.hold(label=label, timeout=self.settings.timeouts.lock)
                         self.story.held = await stack.enter_async_context(hold)
                 try:
