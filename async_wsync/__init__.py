@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from async_wsync.broadcaster import WeightBroadcaster
-    from async_wsync.engines.receiver import WeightReceiver
-    from async_wsync.engines.torch_engine import TorchEngine
+    from async_wsync.engines.torch.engine import TorchEngine
+    from async_wsync.engines.torch.receiver import WeightReceiver
     from async_wsync.errors import (
         AcquireTimeout,
         BaseMissing,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from async_wsync.lock import BroadcastLock, PolledLock
     from async_wsync.progress import TqdmProgress
     from async_wsync.report import UpdateReport
-    from async_wsync.rounds import UpdateRound
+    from async_wsync.rounds.round import UpdateRound
     from async_wsync.sources import IterableSource, MasterWeightSource, ModuleSource, SafetensorsSource, StateDictSource
     from async_wsync.types import (
         EngineInfo,
@@ -56,8 +56,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "broadcaster": ("WeightBroadcaster",),
-    "engines.receiver": ("WeightReceiver",),
-    "engines.torch_engine": ("TorchEngine",),
+    "engines.torch.receiver": ("WeightReceiver",),
+    "engines.torch.engine": ("TorchEngine",),
     "errors": (
         "AcquireTimeout",
         "BaseMissing",
@@ -86,7 +86,7 @@ _HOMES = {
     "lock": ("BroadcastLock", "PolledLock"),
     "progress": ("TqdmProgress",),
     "report": ("UpdateReport",),
-    "rounds": ("UpdateRound",),
+    "rounds.round": ("UpdateRound",),
     "sources": ("IterableSource", "MasterWeightSource", "ModuleSource", "SafetensorsSource", "StateDictSource"),
     "types": (
         "EngineInfo",

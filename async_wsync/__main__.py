@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from async_wsync.cli import main
+from async_wsync.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

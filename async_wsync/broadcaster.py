@@ -27,39 +27,29 @@ from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
 from async_wsync import arguments
-from async_wsync.aftermath import update_failed
 from async_wsync.arguments import at_least, one_of
-from async_wsync.closing import close_groups
-from async_wsync.connecting import connect_all
-from async_wsync.critical import refuse_holder
 from async_wsync.errors import Cancelled
-from async_wsync.fleet import Fleet, listed
-from async_wsync.links import Links, Topology
-from async_wsync.membership import change_members, close_adapters
-from async_wsync.no_lock import NoLock
+from async_wsync.groups.manager import GroupManager, Topology
+from async_wsync.lock.null import NullLock
 from async_wsync.progress import SafeProgress, make_progress
+from async_wsync.protocols import EventHook, Progress, RolloutEngine, UpdateLock, WeightSource
 from async_wsync.report import UpdateReport
-from async_wsync.round_update import RoundUpdate
-from async_wsync.rounds import UpdateRound
+from async_wsync.rounds.round import UpdateRound
 from async_wsync.runtime.cancellation import finish
-from async_wsync.runtime.foreign import contained
+from async_wsync.runtime.foreign_code import contained
 from async_wsync.runtime.signals import end_quietly_on_sigterm
-from async_wsync.sources.pump import SourcePump
-from async_wsync.story import Settings, Story, Verify
-from async_wsync.turns import Turns
-from async_wsync.types import (
-    EngineInfo,
-    EngineState,
-    EventHook,
-    PauseMode,
-    Progress,
-    RolloutEngine,
-    Timeouts,
-    UpdateEvent,
-    UpdateLock,
-    WeightSource,
-)
-from async_wsync.update import Update
+from async_wsync.sources.reader import SourceReader
+from async_wsync.types import EngineInfo, EngineState, PauseMode, Timeouts, UpdateEvent
+from async_wsync.update.close import close_groups
+from async_wsync.update.connect import connect_all
+from async_wsync.update.context import Settings, UpdateHistory, Verify
+from async_wsync.update.fleet import Fleet, listed
+from async_wsync.update.locked_work import refuse_holder
+from async_wsync.update.membership import change_members, close_adapters
+from async_wsync.update.recovery import update_failed
+from async_wsync.update.shared import SharedUpdate
+from async_wsync.update.turns import Turns
+from async_wsync.update.update import Update
 
 __all__ = ["WeightBroadcaster"]
 
@@ -136,12 +126,12 @@ class WeightBroadcaster:
             max_rebuilds=max_rebuilds,
         )
         self._fleet = Fleet(engines)
-        self._lock: UpdateLock = lock if lock is not None else NoLock()
+        self._lock: UpdateLock = lock if lock is not None else NullLock()
         self._backend = backend
         self._progress = SafeProgress(make_progress(progress))
         self._on_event = on_event
         self.name = name or f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:6]}"
-        self._links = Links(
+        self._links = GroupManager(
             topology=topology,
             master_address=master_address,
             timeouts=timeouts,
@@ -173,11 +163,11 @@ class WeightBroadcaster:
         async with self._turns.take_to_open() as was_open:
             connected = False
             try:
-                with self._turns.errand("connect", self._settings.timeouts) as errand:
+                with self._turns.locked_work("connect", self._settings.timeouts) as locked_work:
                     await connect_all(
                         self._fleet,
                         self._links,
-                        errand,
+                        locked_work,
                         self._settings,
                         choose_backend=self._pick_backend,
                         source=self.name,
@@ -277,17 +267,17 @@ class WeightBroadcaster:
         **options: Any,
     ) -> UpdateReport:
         end_quietly_on_sigterm()
-        story = Story(version=version, emit=self._emit)
-        kind: Callable[..., Update] = Update if round is None else partial(RoundUpdate, member=round.member(self.name))
+        history = UpdateHistory(version=version, emit=self._emit)
+        kind: Callable[..., Update] = Update if round is None else partial(SharedUpdate, member=round.member(self.name))
         update = kind(
             fleet=self._fleet,
             links=self._links,
             lock=self._lock,
             settings=self._settings,
-            story=story,
+            history=history,
             progress=self._progress,
             # Hashed as it is sent: not every source can be read twice, nor by us alone.
-            pump=SourcePump(
+            reader=SourceReader(
                 source,
                 num_buffers=self._settings.num_buffers,
                 digests=verify == "source",
@@ -303,7 +293,7 @@ class WeightBroadcaster:
             with self._turns.running("the update", update):
                 return await finish(task, on_cancel=lambda: update.cancelled(task), name=task.get_name())
         finally:
-            if story.published:
+            if history.published:
                 self._version = version
 
     @asynccontextmanager
@@ -365,11 +355,11 @@ class WeightBroadcaster:
             await self._change("replace an engine", leaving=[name], joining=[engine])
 
     async def _change(self, what: str, *, leaving: Sequence[str] = (), joining: Sequence[RolloutEngine] = ()) -> None:
-        with self._turns.errand(what, self._settings.timeouts) as errand:
+        with self._turns.locked_work(what, self._settings.timeouts) as locked_work:
             await change_members(
                 self._fleet,
                 self._links,
-                errand,
+                locked_work,
                 leaving=leaving,
                 joining=joining,
                 source=self.name,

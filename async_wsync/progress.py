@@ -15,8 +15,8 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from async_wsync.runtime.foreign import contained
-from async_wsync.types import Progress
+from async_wsync.protocols import Progress
+from async_wsync.runtime.foreign_code import contained
 
 __all__ = [
     "CallableProgress",

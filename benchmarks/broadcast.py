@@ -33,8 +33,8 @@ import torch
 import torch.distributed as dist
 
 from async_wsync import StateDictSource, TorchEngine, WeightBroadcaster, WeightReceiver
-from async_wsync.core.checksum import combined, model_digests
 from async_wsync.runtime.loop_gap import LoopGapMeter
+from async_wsync.transfer.checksum import combined, model_digests
 
 ENGINES = 2
 GROUP_TIMEOUT = timedelta(seconds=120)

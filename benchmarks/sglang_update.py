@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from async_wsync import WeightBroadcaster
-from async_wsync.engines.sglang import SGLangServer
+from async_wsync.engines.sglang.server import SGLangServer
 from async_wsync.sources import SafetensorsSource
 from async_wsync.types import BucketSpec, Call, PauseMode, UpdateSpec, WireFormat
 

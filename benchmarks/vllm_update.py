@@ -21,8 +21,8 @@ async def measure(size: str, *, hidden: int, layers: int, updates: int, server: 
     import ray
     import torch
 
-    from async_wsync.engines.vllm import VLLMActor, VLLMServer
-    from tests.engines import vllm_rig as rig
+    from async_wsync.engines.vllm.engine import VLLMActor, VLLMServer
+    from tests.engines.vllm import rig
 
     model = rig.tiny_model(0, hidden=hidden, layers=layers).to(torch.bfloat16)
     with tempfile.TemporaryDirectory() as folder:

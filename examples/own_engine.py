@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from async_wsync import BroadcastLock, ModuleSource, TorchEngine, WeightBroadcaster, WeightReceiver
-from async_wsync.engines.protocol import Reply, Request
+from async_wsync.engines.torch.messages import Reply, Request
 
 VOCABULARY, WIDTH = 512, 256
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from async_wsync import EngineNotServing, ModuleSource, TorchEngine, UpdateEvent, WeightBroadcaster, WeightReceiver
-from async_wsync.core.checksum import combined, model_digests
+from async_wsync.transfer.checksum import combined, model_digests
 
 LAYERS, WIDTH, MIB = 8, 512, 1024 * 1024
 

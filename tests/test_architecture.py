@@ -11,74 +11,67 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "async_wsync"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# From what everything rests on to what rests on everything. A part may import from its own layer and those above it.
+# From what everything rests on to what rests on everything: folders, and files where a folder has an order inside.
+# A file may import from its own layer and from those above it.
 LAYERS = (
     {"errors"},
     {"arguments"},
     {"types"},
-    {"core"},
+    {"protocols"},
+    {"transfer/tensors", "transfer/recall"},
+    {"transfer"},
+    {"runtime/backoff", "runtime/foreign_code", "runtime/threads", "runtime/loop_gap", "runtime/signals"},
+    {"runtime/cancellation", "runtime/cuda_streams", "runtime/torch_threads"},
+    {"runtime/object_refs", "runtime/engine_calls"},
     {"runtime"},
+    {"groups/sockets", "groups/socket_watch"},
+    {"groups/master_address", "groups/store"},
+    {"groups/gloo_wait", "groups/gloo_addresses", "groups/nccl"},
+    {"groups/process_group"},
+    {"groups/source_end", "groups/member_end"},
+    {"groups/rendezvous"},
+    {"groups/update_group"},
+    {"groups/manager"},
     {"progress", "report"},
-    {
-        "lock",
-        "lock_adopt",
-        "lock_client",
-        "lock_bell",
-        "lock_heart",
-        "lock_hold",
-        "lock_link",
-        "lock_server",
-        "lock_text",
-        "lock_watch",
-        "no_lock",
-        "polled_lock",
-    },
-    {"engines"},
-    {"sources"},
-    {"calls", "own_checks"},
+    {"lock/state", "lock/claim", "lock/messages", "lock/status_text", "lock/wake_up", "lock/null"},
+    {"lock/lease", "lock/server"},
+    {"lock/hold", "lock/bool_lock"},
+    {"lock"},
+    {"rounds/state"},
+    {"rounds/server", "rounds/member"},
     {"rounds"},
-    {
-        "aftermath",
-        "attempt",
-        "broadcaster",
-        "closing",
-        "connecting",
-        "critical",
-        "fleet",
-        "greeting",
-        "links",
-        "membership",
-        "patience",
-        "round_update",
-        "story",
-        "transfer",
-        "turns",
-        "update",
-    },
-    {"compat"},
+    {"engines/failure", "engines/limits", "engines/replies", "engines/rejection", "engines/http"},
+    {"engines/receiving"},
+    {"engines/torch", "engines/sglang", "engines/vllm"},
+    {"sources/tensors", "sources/participate"},
+    {"sources"},
+    {"update/life_cycle", "update/roster", "update/context", "update/blame", "update/retries"},
+    {"update/fleet", "update/hello", "update/verification", "update/pipeline", "update/locked_work"},
+    {"update/turns", "update/membership", "update/connect", "update/close", "update/attempt"},
+    {"update/recovery"},
+    {"update/update"},
+    {"update/shared"},
+    {"broadcaster"},
+    {"integrations"},
     {"testing"},
     {"demo"},
-    {"cli", "cli_lock", "cli_push", "__main__"},
+    {"cli", "__main__"},
 )
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 
-# The update group in its parts: the only files that may use torch's private distributed API.
-GROUP_FILES = {
-    f"runtime/{name}.py"
-    for name in (
-        "gloo_wait",
-        "gloo_wiring",
-        "group_member",
-        "group_source",
-        "nccl",
-        "process_group",
-        "rendezvous",
-        "sockets",
-        "store",
-        "update_group",
-    )
+# The folder of update groups: the only files that may use torch's private distributed API.
+GROUP_FILES = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.glob("groups/*.py")}
+# State machines: they are told the time, and draw no random numbers.
+PURE = {
+    "lock/state.py",
+    "lock/claim.py",
+    "lock/messages.py",
+    "rounds/state.py",
+    "runtime/backoff.py",
+    "update/life_cycle.py",
+    "update/roster.py",
 }
-CATCHES_EVERYTHING = {"runtime/cancellation.py", "runtime/threads.py", "lock_hold.py", "polled_lock.py"}
+CATCHES_EVERYTHING = {"runtime/cancellation.py", "runtime/threads.py", "lock/hold.py", "lock/bool_lock.py"}
 IMPURE = {"ray", "asyncio", "anyio", "time", "random", "secrets", "uuid", "threading", "socket"}
 
 
@@ -86,13 +79,23 @@ def relative(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 
 
-def part_of(path: Path) -> str:
-    return named_part(path.relative_to(PACKAGE).with_suffix("").parts[0])
+def level_of(module: str) -> int | None:
+    """Of a path without ``.py``: its own level, or that of the nearest folder that has one."""
+    parts = module.split("/")
+    names = ("/".join(parts[:n]) for n in range(len(parts), 0, -1))
+    return next((LEVEL[name] for name in names if name in LEVEL), None)
 
 
-def named_part(module: str) -> str:
-    """The lock is one part in several files, lock_*.py."""
-    return "lock" if module.startswith("lock_") else module
+def module_of(path: Path) -> str:
+    return relative(path).removesuffix(".py")
+
+
+def imported_module(name: str) -> str:
+    """The path, without ``.py``, of the module that an import of ``async_wsync.…`` reaches."""
+    parts = name.split(".")[1:]
+    while parts and not (PACKAGE.joinpath(*parts).with_suffix(".py").exists() or PACKAGE.joinpath(*parts).is_dir()):
+        parts.pop()  # the name of something in a module
+    return "/".join(parts)
 
 
 def tree_of(path: Path) -> ast.Module:
@@ -124,19 +127,28 @@ def places(path: Path, nodes: Iterator[ast.AST]) -> list[str]:
     return [f"{relative(path)}:{getattr(node, 'lineno', 0)}: {ast.unparse(node)[:80]}" for node in nodes]
 
 
-def test_every_part_has_its_layer() -> None:
-    unknown = {part_of(path) for path in FILES} - LEVEL.keys() - {"__init__"}
-    assert not unknown, f"add these to LAYERS: {sorted(unknown)}"
+def test_every_file_has_its_layer() -> None:
+    unknown = [relative(path) for path in FILES if path.name != "__init__.py" and level_of(module_of(path)) is None]
+    assert not unknown, f"add these to LAYERS: {unknown}"
+
+
+def test_every_layer_is_there() -> None:
+    gone = [
+        part for part in LEVEL if not PACKAGE.joinpath(part).is_dir() and not PACKAGE.joinpath(f"{part}.py").exists()
+    ]
+    assert not gone, f"take these out of LAYERS: {gone}"
 
 
 def test_imports_go_upward_only() -> None:
     wrong = []
     for path in FILES:
-        level = LEVEL.get(part_of(path), -1)
+        level = level_of(module_of(path))
+        if level is None:
+            continue
         for line, name in imported(tree_of(path)):
             if name.startswith("async_wsync."):
-                other = named_part(name.split(".")[1])
-                if other in LEVEL and LEVEL[other] > level:
+                other = level_of(imported_module(name))
+                if other is not None and other > level:
                     wrong.append(f"{relative(path)}:{line} imports {name}")
     assert not wrong, "\n".join(wrong)
 
@@ -145,11 +157,11 @@ def test_the_errors_import_nothing_of_ours() -> None:
     assert not [name for _, name in imported(tree_of(PACKAGE / "errors.py")) if name.startswith("async_wsync")]
 
 
-def test_the_core_is_pure() -> None:
+def test_state_machines_and_transfer_are_pure() -> None:
     wrong = [
         f"{relative(path)}:{line} imports {name}"
         for path in FILES
-        if part_of(path) == "core"
+        if relative(path) in PURE or relative(path).startswith("transfer/")
         for line, name in imported(tree_of(path))
         if name.split(".")[0] in IMPURE
     ]
@@ -256,7 +268,7 @@ def test_cancellation_is_caught_in_few_places() -> None:
                 if isinstance(node, ast.ExceptHandler) and catches_everything(node)
             ),
         )
-        if not place.startswith("cli.py")  # the command ends on Ctrl-C, outside of any loop
+        if not place.startswith("cli/main.py")  # the command ends on Ctrl-C, outside of any loop
     ]
     assert not wrong, "\n".join(wrong)
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
-from async_wsync.core.checksum import model_digests
 from async_wsync.demo.model import ModelShape, Transformer, continue_text
 from async_wsync.demo.text import load_text
-from async_wsync.engines.receiver import WeightReceiver
+from async_wsync.engines.torch.receiver import WeightReceiver
 from async_wsync.errors import EngineNotServing
+from async_wsync.transfer.checksum import model_digests
 
 __all__ = ["DemoEngine", "EngineTally", "Sample"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Self
 
-from async_wsync.core.checksum import combined
 from async_wsync.demo.engine import EngineTally
 from async_wsync.report import UpdateReport, format_bytes, format_seconds
+from async_wsync.transfer.checksum import combined
 
 __all__ = ["DemoResult", "EngineResult", "UpdateResult"]
 

@@ -13,7 +13,6 @@ from typing import Any
 import ray
 import torch
 
-from async_wsync.core.checksum import combined
 from async_wsync.demo.engine import DemoEngine, EngineTally, Sample
 from async_wsync.demo.result import DemoResult, EngineResult, UpdateResult
 from async_wsync.demo.sources import LocalTrainer, Pipeline, Sources, Updated
@@ -22,6 +21,7 @@ from async_wsync.errors import UpdateFailed
 from async_wsync.lock import BroadcastLock
 from async_wsync.report import format_seconds
 from async_wsync.runtime.object_refs import await_ref
+from async_wsync.transfer.checksum import combined
 
 __all__ = ["DemoOptions", "run_demo"]
 

@@ -9,21 +9,22 @@ from typing import Any, Protocol
 import ray
 
 from async_wsync.broadcaster import WeightBroadcaster
-from async_wsync.core.checksum import model_digests
 from async_wsync.demo.model import ModelShape
 from async_wsync.demo.stage import DemoStage
 from async_wsync.demo.text import Text
 from async_wsync.demo.trainer import Batches, Trainer
-from async_wsync.engines.torch_engine import TorchEngine
+from async_wsync.engines.torch.engine import TorchEngine
 from async_wsync.errors import UpdateFailed
 from async_wsync.progress import TqdmProgress
+from async_wsync.protocols import UpdateLock
 from async_wsync.report import UpdateReport
-from async_wsync.rounds import UpdateRound
+from async_wsync.rounds.round import UpdateRound
 from async_wsync.runtime.loop_gap import LoopGapMeter
 from async_wsync.runtime.object_refs import RemoteRaised, await_ref
 from async_wsync.runtime.threads import DaemonWorker, start_daemon
 from async_wsync.sources import ModuleSource
-from async_wsync.types import PauseMode, UpdateEvent, UpdateLock
+from async_wsync.transfer.checksum import model_digests
+from async_wsync.types import PauseMode, UpdateEvent
 
 __all__ = ["LocalTrainer", "Pipeline", "Sources"]
 

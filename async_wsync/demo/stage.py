@@ -9,17 +9,18 @@ import torch
 from torch import Tensor
 
 from async_wsync.broadcaster import WeightBroadcaster
-from async_wsync.core.checksum import model_digests
 from async_wsync.demo.model import ModelShape, Transformer
 from async_wsync.demo.text import load_text
 from async_wsync.demo.trainer import Optimizer, next_token_loss
-from async_wsync.engines.torch_engine import TorchEngine
+from async_wsync.engines.torch.engine import TorchEngine
+from async_wsync.protocols import UpdateLock
 from async_wsync.report import UpdateReport
-from async_wsync.rounds import UpdateRound
+from async_wsync.rounds.round import UpdateRound
 from async_wsync.runtime.loop_gap import LoopGapMeter
 from async_wsync.runtime.threads import DaemonWorker, start_daemon
 from async_wsync.sources import ModuleSource
-from async_wsync.types import UpdateEvent, UpdateLock
+from async_wsync.transfer.checksum import model_digests
+from async_wsync.types import UpdateEvent
 
 __all__ = ["DemoStage"]
 

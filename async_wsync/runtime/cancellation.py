@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import anyio
 
-from async_wsync.runtime.foreign import contained
+from async_wsync.runtime.foreign_code import contained
 
 __all__ = ["finish", "settle"]
 

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
-from async_wsync.runtime.foreign import ordinary
+from async_wsync.runtime.foreign_code import ordinary
 
 __all__ = ["DaemonWorker", "pause", "run_bounded", "spawn", "start_daemon", "wait_done", "wait_for"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from async_wsync.types import WeightSource
+from async_wsync.protocols import WeightSource
 
 __all__ = ["participate"]
 

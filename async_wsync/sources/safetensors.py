@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from async_wsync.core.buckets import dtype_name
 from async_wsync.errors import SourceError
 from async_wsync.sources.tensors import check_options, wire_dtype
+from async_wsync.transfer.tensors import dtype_name
 from async_wsync.types import Manifest, ParamMeta
 
 __all__ = ["SafetensorsSource"]

@@ -8,9 +8,9 @@ from typing import Any, Literal
 import torch
 
 from async_wsync import arguments
-from async_wsync.core.buckets import dtype_name
-from async_wsync.core.module_names import gathers_its_state, module_state
 from async_wsync.sources.tensors import check_options, describe, gathered, is_sharded, selected
+from async_wsync.transfer.module_state import gathers_its_state, module_state
+from async_wsync.transfer.tensors import dtype_name
 from async_wsync.types import Manifest
 
 __all__ = ["MasterWeightSource", "ModuleSource", "StateDictSource"]

@@ -9,8 +9,8 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from async_wsync import arguments
-from async_wsync.core.buckets import detached, param_meta
-from async_wsync.core.familiar import FamiliarParams
+from async_wsync.transfer.known_manifests import KnownParams
+from async_wsync.transfer.tensors import detached, param_meta
 from async_wsync.types import Manifest
 
 __all__ = ["check_options", "check_tensor", "describe", "gathered", "is_sharded", "let_go", "selected", "wire_dtype"]
@@ -93,7 +93,7 @@ def describe(
     is used twice meanwhile: for tensors made on the fly pass ``tied_once=False``. ``tied_each``: tied tensors are sent
     each, and the manifest says that they are equal.
     """
-    params = FamiliarParams()
+    params = KnownParams()
     aliases: list[tuple[str, str]] = []
     tied: list[tuple[str, str]] = []
     names: set[str] = set()
@@ -115,7 +115,7 @@ def describe(
 
 class _Ties:
     """Which tensors are one view of one memory. Holds them, and makes no object for one that shares its address with
-    no other: see `core.familiar`."""
+    no other: see `core.known_manifest`."""
 
     def __init__(self) -> None:
         self._names: list[str] = []

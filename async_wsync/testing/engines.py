@@ -13,10 +13,11 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from async_wsync.core.checksum import combined, model_digests
-from async_wsync.engines import protocol as p
-from async_wsync.engines.receiver import WeightReceiver
+from async_wsync.engines.failure import Failure
+from async_wsync.engines.torch import messages as p
+from async_wsync.engines.torch.receiver import WeightReceiver
 from async_wsync.errors import EngineFailed
+from async_wsync.transfer.checksum import combined, model_digests
 from async_wsync.types import BucketSpec
 
 __all__ = ["Action", "Fault", "ScriptedEngine", "Seen", "start_engine"]
@@ -141,7 +142,7 @@ class ScriptedEngine(WeightReceiver):
     def weight_sync(self, request: p.Request) -> Any:
         verb = request.verb
         if isinstance(verb, p.Poll):
-            return self._retold(verb.ticket, super().weight_sync(request))
+            return self._retold(verb.request_id, super().weight_sync(request))
         fault = self._take(request)
         if fault is None:
             return self._retold(request.id, super().weight_sync(request))
@@ -190,12 +191,12 @@ class ScriptedEngine(WeightReceiver):
         hello = super().weight_sync(p.Request(id=f"{request.id}-hello", call=request.call, verb=p.Hello()))
         return replace(hello, done=True, value=None, failure=None)
 
-    def _retold(self, ticket: str, reply: p.Reply) -> p.Reply:
+    def _retold(self, request_id: str, reply: p.Reply) -> p.Reply:
         """The reply as the script wants it told."""
-        if self._not_before.get(ticket, 0.0) > time.monotonic():
+        if self._not_before.get(request_id, 0.0) > time.monotonic():
             return replace(reply, done=False, value=None, failure=None)
-        if reply.done and ticket in self._replaced:
-            return replace(reply, value=None, failure=p.Failure.of(self._replaced[ticket]))
+        if reply.done and request_id in self._replaced:
+            return replace(reply, value=None, failure=Failure.of(self._replaced[request_id]))
         return reply
 
     def _signal_self(self, fault: Fault) -> None:

@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from async_wsync.types import EventHook, UpdateEvent
+from async_wsync.protocols import EventHook
+from async_wsync.types import UpdateEvent
 
 __all__ = ["KillRun", "kill_at_every_event"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from async_wsync.lock_server import LockServer
+from async_wsync.lock.server import LockServer
 
 __all__ = ["BoolLockActor", "SlowLockServer"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests import fleet_netns, lock_netns
-from tests.conftest import RayCluster, Report
-from tests.fleet_scenarios import drop_sweep, opposite_orders, random_chaos, replace_many, source_kill_sweep
-from tests.lock_scenarios import Figures
+from tests.support import fleet_netns, lock_netns
+from tests.support.cluster import RayCluster, Report
+from tests.support.fleet_scenarios import drop_sweep, opposite_orders, random_chaos, replace_many, source_kill_sweep
+from tests.support.lock_scenarios import Figures
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1500)]
 

@@ -7,9 +7,9 @@ from functools import partial
 import pytest
 
 from tests.chaos.test_update_chaos import STRIDE
-from tests.conftest import Report
-from tests.freezes import PHASES, freeze_sweep
-from tests.ray.fleet import Rig, side_by_side
+from tests.support.cluster import Report
+from tests.support.fleet import Rig, side_by_side
+from tests.support.freezes import PHASES, freeze_sweep
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1700)]
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from async_wsync import BroadcastLock
-from tests.conftest import Report
-from tests.freezes import PHASES, freeze_sweep
-from tests.ray.conftest import Judge
-from tests.ray.fleet import Rig, side_by_side
-from tests.sweep_figures import PROMISED
-from tests.sweeps import SETTINGS, Setting, cancel_sweep, fault_sweep
+from tests.support.cluster import Report
+from tests.support.fixtures import Judge
+from tests.support.fleet import Rig, side_by_side
+from tests.support.freezes import PHASES, freeze_sweep
+from tests.support.sweep_figures import PROMISED
+from tests.support.sweeps import SETTINGS, Setting, cancel_sweep, fault_sweep
 
 pytestmark = pytest.mark.gate
 

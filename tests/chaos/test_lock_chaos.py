@@ -8,11 +8,20 @@ from typing import Any
 
 import pytest
 
-from tests import lock_netns
-from tests.chaos.conftest import SLACK
-from tests.conftest import Report
-from tests.lock_cancel import every_case, new_lock, storm, until_free, use_shortly
-from tests.lock_scenarios import Figures, added, contention, crowd, kill_holders, kill_server, percentile, stop_holders
+from tests.chaos.slack import SLACK
+from tests.support import lock_netns
+from tests.support.cluster import Report
+from tests.support.lock_cancel import every_case, new_lock, storm, until_free, use_shortly
+from tests.support.lock_scenarios import (
+    Figures,
+    added,
+    contention,
+    crowd,
+    kill_holders,
+    kill_server,
+    percentile,
+    stop_holders,
+)
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1500)]
 

@@ -17,11 +17,10 @@ import ray
 
 from async_wsync import BroadcastLock, EngineDied, ModuleSource, TorchEngine, WeightBroadcaster
 from async_wsync.testing import Fault, cancel_at_every_await, start_engine
-from tests.chaos.conftest import SLACK
-from tests.conftest import RayCluster
-from tests.lock_cancel import new_lock
-from tests.ray.conftest import Judge
-from tests.ray.fleet import (
+from tests.chaos.slack import SLACK
+from tests.support.cluster import RayCluster
+from tests.support.fixtures import Judge
+from tests.support.fleet import (
     LIMITS,
     NAMES,
     Rig,
@@ -33,8 +32,9 @@ from tests.ray.fleet import (
     side_by_side,
     update_tasks,
 )
-from tests.sweep_figures import PROMISED, Figures, Points, Verdict, measured_gaps
-from tests.sweeps import SETTINGS, Setting, cancel_sweep, fault_sweep
+from tests.support.lock_cancel import new_lock
+from tests.support.sweep_figures import PROMISED, Figures, Points, Verdict, measured_gaps
+from tests.support.sweeps import SETTINGS, Setting, cancel_sweep, fault_sweep
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1700)]
 

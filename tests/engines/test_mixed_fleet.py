@@ -20,13 +20,13 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from async_wsync import TorchEngine, WeightBroadcaster, WeightReceiver
-from async_wsync.engines.protocol import Reply, Request
-from async_wsync.engines.sglang import SGLangServer
-from async_wsync.engines.vllm import VLLMServer
+from async_wsync.engines.sglang.server import SGLangServer
+from async_wsync.engines.torch.messages import Reply, Request
+from async_wsync.engines.vllm.engine import VLLMServer
 from async_wsync.sources import SafetensorsSource
 from async_wsync.types import Call, EngineState, PauseMode, UpdateEvent
-from tests.engines import vllm_rig as rig
-from tests.engines.sglang_server import SGLangProcess, generate
+from tests.engines.sglang.server import SGLangProcess, generate
+from tests.engines.vllm import rig
 
 pytestmark = [
     pytest.mark.vllm,

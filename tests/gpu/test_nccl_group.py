@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from async_wsync.errors import BroadcastFailed
+from async_wsync.groups.update_group import Rendezvous, UpdateGroup, join_group
 from async_wsync.runtime.loop_gap import LoopGapMeter
-from async_wsync.runtime.update_group import Rendezvous, UpdateGroup, join_group
 from tests.gpu.queued import busy_for
 
 pytestmark = [

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from async_wsync import IterableSource
-from async_wsync.core.checksum import model_digests
-from async_wsync.sources.pump import SourcePump
+from async_wsync.sources.reader import SourceReader
+from async_wsync.transfer.checksum import model_digests
 from async_wsync.types import WireFormat
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -24,12 +24,12 @@ async def test_a_generator_of_cuda_tensors_with_a_manifest_is_known_to_be_on_cud
         for name, tensor in model.items():
             yield name, buffer.copy_(tensor)
 
-    pump = SourcePump(IterableSource(make(), manifest=manifest), find_device=True)
-    await pump.manifest()
-    assert pump.device.type == "cuda"
-    async for staged in pump.buckets(await pump.plan(bucket_bytes=1 << 20), {WireFormat.PACKED}):
+    reader = SourceReader(IterableSource(make(), manifest=manifest), find_device=True)
+    await reader.manifest()
+    assert reader.device.type == "cuda"
+    async for staged in reader.buckets(await reader.plan(bucket_bytes=1 << 20), {WireFormat.PACKED}):
         (wire,) = staged.wire[WireFormat.PACKED]
         sent = dict(zip(model, wire.view(torch.float32).split(1000), strict=True))
         assert model_digests(sent) == model_digests(model)
         staged.release()
-    await pump.aclose()
+    await reader.aclose()

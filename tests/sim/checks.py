@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from async_wsync.core.lock_state import Granted, Withdrawn
+from async_wsync.lock.state import Granted, Withdrawn
 
 if TYPE_CHECKING:
     from tests.sim.world import Client, World

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from async_wsync.core.lock_claim import ClaimView
-from async_wsync.core.lock_state import Granted, LockState, Released, Waiting, Withdrawn
+from async_wsync.lock.claim import ClaimView
+from async_wsync.lock.state import Granted, LockState, Released, Waiting, Withdrawn
 from tests.sim.world import Rules
 
 

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from async_wsync.core.lock_claim import Again, ClaimView, Held
-from async_wsync.core.lock_state import Granted, LockState, Who
+from async_wsync.lock.claim import Again, ClaimView, Held
+from async_wsync.lock.state import Granted, LockState
+from async_wsync.types import Requester
 from tests.sim.checks import Checks
 
 TTL = 1.0
@@ -317,7 +318,7 @@ class Client:
             "acquire",
             lambda reply: self.on_poll(attempt, number, sent, reply),
             attempt.view.claim,
-            who=Who(client=self.name),
+            who=Requester(client=self.name),
             fence_seen=self.fence_seen,
         )
         self.later(POLL_TIMEOUT, self.on_poll_timeout, attempt, number)

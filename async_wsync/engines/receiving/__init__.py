@@ -1,0 +1,1 @@
+"""What every receiving end needs, whatever the engine."""

@@ -1,0 +1,1 @@
+"""SGLang, over HTTP and as a Ray actor."""

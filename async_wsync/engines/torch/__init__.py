@@ -1,0 +1,1 @@
+"""Ray actors with a torch model of their own."""

@@ -1,0 +1,1 @@
+"""vLLM, as a server and as a Ray actor."""

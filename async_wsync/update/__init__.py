@@ -1,0 +1,1 @@
+"""One update, from the source's manifest to the report."""
