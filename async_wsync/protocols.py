@@ -120,7 +120,7 @@ class RolloutEngine(Protocol):
         ...
 
     async def checksums(self, call: Call) -> dict[str, str] | None:
-        """Digest per tensor name as `core.checksum` computes them, or None where the engine has none."""
+        """Digest per tensor name as `transfer.checksum` computes them, or None where the engine has none."""
         ...
 
     async def aclose(self) -> None:

@@ -38,11 +38,19 @@ __all__ = [
 ]
 
 
-def pytest_collection_modifyitems(items: list[Any]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--without-ray", action="store_true", help="only tests that start no Ray cluster and no processes")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> None:
     """Every coroutine test is checked for tasks left behind; first in, so last out."""
     for item in items:
         if inspect.iscoroutinefunction(getattr(item, "function", None)) and "no_tasks_left" not in item.fixturenames:
             item.fixturenames.insert(0, "no_tasks_left")
+    if config.getoption("--without-ray"):
+        slow = [item for item in items if {"ray_cluster", "fleet"} & set(getattr(item, "fixturenames", ()))]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in slow]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -289,8 +289,8 @@ def test_every_field_that_an_error_is_given_exists() -> None:
 
 def test_every_phase_that_an_adapter_names_has_its_limit_or_none_at_all() -> None:
     verbs = {"_get", "_post", "_tell", "_named"}
-    phases = {value for path in (ROOT / "async_wsync/engines").glob("*.py") for _, value in literals(path, "phase")}
-    for path in (ROOT / "async_wsync/engines").glob("*.py"):
+    phases = {value for path in (ROOT / "async_wsync/engines").rglob("*.py") for _, value in literals(path, "phase")}
+    for path in (ROOT / "async_wsync/engines").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in verbs:
                 strings = [a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]

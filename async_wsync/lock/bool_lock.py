@@ -2,7 +2,7 @@
 
 Those have ``acquire() -> bool`` and ``release()`` and know nothing of owners. So this cannot be promised: that the
 lock is freed when its holder dies; that it is not freed by somebody else; turns (whoever polls at the right moment
-wins); fences that rise across hosts whose clocks differ; any knowledge of who holds it. `lock_adopt` offers the same
+wins); fences that rise across hosts whose clocks differ; any knowledge of who holds it. `lock.adopt` offers the same
 two methods in front of a lock that can.
 """
 

@@ -1,4 +1,4 @@
-"""What the client of a lock may believe and must do: the other half of `core.lock_state`, as pure.
+"""What the client of a lock may believe and must do: the other half of `lock.state`, as pure.
 
 The client counts only 0.9 of its lease, from *before it sent* the poll or heartbeat that was answered. So it stops
 believing before the server does, however late the answer was, and for clocks that run up to ten percent apart.

@@ -1,4 +1,4 @@
-"""The lock's Ray actor: `core.lock_state` with a clock, and the liveness of its clients.
+"""The lock's Ray actor: `lock.state` with a clock, and the liveness of its clients.
 
 A synchronous actor whose methods never wait. An async one would reorder calls, and parked waiters could fill it up
 so that the release that they wait for is never let in. Clients poll instead; their place in the queue keeps.

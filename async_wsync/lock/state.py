@@ -129,11 +129,11 @@ class _Holder:
 
 @dataclass(slots=True, kw_only=True)
 class _Waiter:
-    """``request_id``: the order of first polls. ``expected``: when it was told to poll again, at the latest."""
+    """``ticket``: the order of first polls. ``expected``: when it was told to poll again, at the latest."""
 
     claim: str
     who: Requester
-    request_id: int
+    ticket: int
     since: float
     last_poll: float
     expected: float
@@ -314,17 +314,17 @@ class LockState:
         self._next_expiry = min((w.expected for w in self.waiters.values()), default=math.inf) + self.waiter_silence
 
     def _enqueue(self, claim: str, who: Requester, now: float) -> _Waiter:
-        request_id, self._next_ticket = self._next_ticket, self._next_ticket + 1
-        self._requests.append(request_id)
+        ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
+        self._requests.append(ticket)
         waiter = self.waiters[claim] = _Waiter(
-            claim=claim, who=who, request_id=request_id, since=now, last_poll=now, expected=now
+            claim=claim, who=who, ticket=ticket, since=now, last_poll=now, expected=now
         )
         return waiter
 
     def _dequeue(self, claim: str) -> None:
         waiter = self.waiters.pop(claim, None)
         if waiter is not None:
-            del self._requests[bisect.bisect_left(self._requests, waiter.request_id)]
+            del self._requests[bisect.bisect_left(self._requests, waiter.ticket)]
 
     def _grant(self, waiter: _Waiter, now: float, wall_ms: int, ttl: float) -> Granted:
         self._dequeue(waiter.claim)
@@ -363,7 +363,7 @@ class LockState:
         self.transitions.append((now, what, claim, label, fence))
 
     def _waiting(self, waiter: _Waiter, now: float) -> Waiting:
-        position = bisect.bisect_left(self._requests, waiter.request_id)
+        position = bisect.bisect_left(self._requests, waiter.ticket)
         delay = self._delay(position, now)
         if waiter.bell is not None:
             delay = max(delay, BELL_DELAY if position else BELL_FIRST_DELAY)

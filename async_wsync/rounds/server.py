@@ -13,7 +13,7 @@ __all__ = ["RoundServer"]
 
 
 class RoundServer:
-    """The Ray actor of an `UpdateRound`: `core.round_state` with a clock and liveness. Its methods never wait."""
+    """The Ray actor of an `UpdateRound`: `rounds.state` with a clock and liveness. Its methods never wait."""
 
     def __init__(self, *, num_sources: int, silence: float) -> None:
         prefix = f"round-{uuid.uuid4().hex[:8]}"

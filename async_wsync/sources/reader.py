@@ -136,7 +136,7 @@ class SourceReader:
         return stream
 
     async def digests(self) -> dict[str, str]:
-        """`core.checksum` digest per name of what the engines must hold, aliases included.
+        """`transfer.checksum` digest per name of what the engines must hold, aliases included.
 
         Unless they were asked for and all buckets were staged, this is a walk of its own, and stops a stream
         that is under way.

@@ -115,7 +115,7 @@ def describe(
 
 class _Ties:
     """Which tensors are one view of one memory. Holds them, and makes no object for one that shares its address with
-    no other: see `core.known_manifest`."""
+    no other: see `transfer.known_manifests`."""
 
     def __init__(self) -> None:
         self._names: list[str] = []

@@ -1,4 +1,4 @@
-"""One source's way through an update that several sources share; see `rounds`.
+"""One source's way through an update that several sources share; see `rounds.round`.
 
 The leader opens the bracket, everyone sends under the lock, the leader closes it. The lock is never held while
 waiting for another source. Each stretch under the lock is settled before the lock goes, as in a lone update.

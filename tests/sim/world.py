@@ -1,6 +1,6 @@
 """A small world for the lock: processes, a bad network, a server that dies, and a clock that only this file turns.
 
-It drives the real `core.lock_state` and the real client rules of `core.lock_claim`. Everything random comes from one
+It drives the real `lock.state` and the real client rules of `lock.claim`. Everything random comes from one
 seed. What can go wrong: messages lost, doubled, late and out of order; clients paused, killed, cut off, cancelled;
 the server paused, killed, restarted, its wall clock set back; clocks that run 4 % fast or slow.
 """

@@ -1,6 +1,6 @@
 """An engine on another node, in a network namespace of its own, whose link is cut in the middle of an update.
 
-``python -m tests.fleet_netns`` as root prints one JSON line of figures. Nobody gets an error when the link goes.
+``python -m tests.support.fleet_netns`` as root prints one JSON line of figures. Nobody gets an error when the link goes.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def drive(prefix: str, address: str) -> None:
 def run(*, timeout: float) -> dict[str, Any]:
     """Make the two nodes, and run the case from the first."""
     with two_nodes() as (prefix, address):
-        command = ["ip", "netns", "exec", prefix + "1", sys.executable, "-m", "tests.fleet_netns"]
+        command = ["ip", "netns", "exec", prefix + "1", sys.executable, "-m", "tests.support.fleet_netns"]
         done = subprocess.run(
             [*command, "--drive", prefix, "--address", address],
             env=environment(),

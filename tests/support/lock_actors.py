@@ -147,7 +147,7 @@ def overlaps(holds: list[tuple[float, float, int]]) -> int:
 
 
 def drive() -> None:
-    """``python -m tests.lock_actors ADDRESS NAMESPACE LOCK ENGINE LABEL``: a source that is a driver of its own."""
+    """``python -m tests.support.lock_actors ADDRESS NAMESPACE LOCK ENGINE LABEL``: a source that is its own driver."""
     address, namespace, name, engine_name, label, beacon = sys.argv[1:]
     ray.init(address=address, namespace=namespace, log_to_driver=False, configure_logging=False)
 

@@ -1,7 +1,7 @@
 """Two Ray nodes in two network namespaces of this machine, and a link between them that can be cut without a trace.
 
-``python -m tests.lock_netns --repeats N`` as root prints one JSON line of figures. Packets are dropped silently while
-the link is cut, as by a dead switch: nobody gets an error.
+``python -m tests.support.lock_netns --repeats N`` as root prints one JSON line of figures. Packets are dropped silently
+while the link is cut, as by a dead switch: nobody gets an error.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ def drive(prefix: str, address: str, repeats: int) -> None:
 def run(repeats: int, *, timeout: float) -> list[dict[str, Any]]:
     """Make the two nodes, and run both cases ``repeats`` times from the first."""
     with two_nodes() as (prefix, address):
-        command = ["ip", "netns", "exec", prefix + "1", sys.executable, "-m", "tests.lock_netns"]
+        command = ["ip", "netns", "exec", prefix + "1", sys.executable, "-m", "tests.support.lock_netns"]
         done = subprocess.run(
             [*command, "--drive", prefix, "--address", address, "--repeats", str(repeats)],
             env=environment(),

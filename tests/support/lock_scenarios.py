@@ -165,7 +165,8 @@ async def crowd(waiters: int, handovers: int, *, processes: int = 2, limit: floa
 async def driver_source(cluster: Any, lock: BroadcastLock, engine: str, label: str, beacon: bool) -> AsyncIterator[int]:
     """A source in a driver of its own; yields its pid."""
     command = [
-        *(sys.executable, "-m", "tests.lock_actors", cluster.address, cluster.namespace, lock.name, engine, label),
+        *(sys.executable, "-m", "tests.support.lock_actors"),
+        *(cluster.address, cluster.namespace, lock.name, engine, label),
         "beacon" if beacon else "plain",
     ]
     process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL)

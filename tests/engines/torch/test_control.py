@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from async_wsync.engines.failure import Failure
 from async_wsync.engines.torch import messages as p
 from async_wsync.engines.torch.control import ControlConnection, ControlLost, ControlServer
 from async_wsync.testing.network import PortSquatter
@@ -70,7 +71,7 @@ async def test_what_the_entry_point_raises_comes_back_as_a_failure() -> None:
 
     connection = a_connection(a_server(answer))
     failure = await connection.ask(asking())
-    assert isinstance(failure, p.Failure)
+    assert isinstance(failure, Failure)
     error = failure.rebuild(engine="e0", phase="flush")
     assert isinstance(error.__cause__, KeyError)
     assert str(error) == "e0: flush: KeyError: 'lm_head'"
@@ -79,7 +80,7 @@ async def test_what_the_entry_point_raises_comes_back_as_a_failure() -> None:
 
 async def test_an_answer_that_cannot_be_pickled_is_a_failure_too() -> None:
     connection = a_connection(a_server(lambda request: threading.Lock()))
-    assert isinstance(await connection.ask(asking()), p.Failure)
+    assert isinstance(await connection.ask(asking()), Failure)
     connection.close()
 
 

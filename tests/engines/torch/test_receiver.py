@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from async_wsync.engines.failure import EngineSideError, Failure
 from async_wsync.engines.receiving.request_log import RequestLog
 from async_wsync.engines.receiving.weight_state import WeightState
 from async_wsync.engines.torch import messages as p
@@ -182,9 +183,9 @@ class Awkward(Exception):
         super().__init__(f"{a} and {b}")
 
 
-@pytest.mark.parametrize(("error", "kind"), [(KeyError("k"), KeyError), (Awkward(1, 2), p.EngineSideError)])
+@pytest.mark.parametrize(("error", "kind"), [(KeyError("k"), KeyError), (Awkward(1, 2), EngineSideError)])
 def test_an_engines_own_error_is_the_cause_of_what_the_source_raises(error: Exception, kind: type[Exception]) -> None:
-    travelled = pickle.loads(pickle.dumps(p.Failure.of(error)))
+    travelled = pickle.loads(pickle.dumps(Failure.of(error)))
     rebuilt = travelled.rebuild(engine="e0", phase="begin")
     assert isinstance(rebuilt, EngineFailed)
     assert (rebuilt.engine, rebuilt.phase) == ("e0", "begin")
@@ -193,12 +194,12 @@ def test_an_engines_own_error_is_the_cause_of_what_the_source_raises(error: Exce
 
 
 def test_an_engines_weight_sync_error_keeps_its_type_and_facts() -> None:
-    failure = p.Failure.of(EngineRejected("no", unknown=("a",)))
+    failure = Failure.of(EngineRejected("no", unknown=("a",)))
     rebuilt = failure.rebuild(engine="e0", phase="check", bucket=3)
     assert isinstance(rebuilt, EngineRejected)
     assert rebuilt.unknown == ("a",)
     assert rebuilt.bucket == 3
-    stale = p.Failure.of(StaleFence("late", fence=1, seen=2)).rebuild(engine="e0", phase="end")
+    stale = Failure.of(StaleFence("late", fence=1, seen=2)).rebuild(engine="e0", phase="end")
     assert isinstance(stale, StaleCall)
     assert (stale.fence, stale.seen) == (1, 2)
     assert isinstance(pickle.loads(pickle.dumps(stale)), StaleFence)
