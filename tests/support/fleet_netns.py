@@ -1,6 +1,6 @@
 """An engine on another node, in a network namespace of its own, whose link is cut in the middle of an update.
 
-``python -m tests.support.fleet_netns`` as root prints one JSON line of figures. Nobody gets an error when the link goes.
+``python -m tests.support.fleet_netns`` as root prints one JSON line of figures. Nobody gets an error if the link goes.
 """
 
 from __future__ import annotations
