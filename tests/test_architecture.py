@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.support import architecture
 
 PACKAGE = Path(__file__).resolve().parent.parent / "async_wsync"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -351,4 +354,34 @@ def test_every_module_postpones_annotations_and_says_what_it_is_for() -> None:
         code = [node for node in tree.body if not isinstance(node, ast.Expr)]
         if code and "__future__.annotations" not in [name for _, name in imported(tree)]:
             wrong.append(f"{relative(path)} lacks `from __future__ import annotations`")
+    assert not wrong, "\n".join(wrong)
+
+
+PAGE = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+
+
+def test_the_picture_of_the_folders_is_the_codes_own() -> None:
+    assert architecture.shown() == architecture.picture(), "python -m tests.support.architecture draws it anew"
+
+
+def test_one_update_is_read_in_at_most_18_files() -> None:
+    files = re.findall(r"^\| (\d+) \| `([\w/]+\.py)` \|", PAGE, re.MULTILINE)
+    assert [int(number) for number, _ in files] == list(range(1, len(files) + 1))
+    assert 1 < len(files) <= 18
+    assert not [name for _, name in files if not (PACKAGE / name).exists()]
+
+
+def test_every_promise_names_the_functions_that_keep_it() -> None:
+    rows = dict(re.findall(r"^\| (G\d+) [^|]*\| (.*) \|$", PAGE, re.MULTILINE))
+    assert list(rows) == [f"G{n}" for n in range(1, 13)]
+    wrong = []
+    for promise, places_ in rows.items():
+        for file, name in re.findall(r"`([\w/]+\.py):(\w+)`", places_):
+            named = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+            path = PACKAGE / file
+            defined = (
+                {node.name for node in ast.walk(tree_of(path)) if isinstance(node, named)} if path.exists() else set()
+            )
+            if name not in defined:
+                wrong.append(f"{promise}: {file} has no {name}")
     assert not wrong, "\n".join(wrong)
