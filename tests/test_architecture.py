@@ -387,3 +387,27 @@ def test_every_promise_names_the_functions_that_keep_it() -> None:
             if name not in defined:
                 wrong.append(f"{promise}: {file} has no {name}")
     assert not wrong, "\n".join(wrong)
+
+
+TESTS = PACKAGE.parent / "tests"
+
+
+def test_no_test_module_imports_another() -> None:
+    """What two test modules share lives in a module of helpers."""
+    wrong = [
+        f"{path.relative_to(TESTS)}:{line} imports {name}"
+        for path in sorted(TESTS.rglob("*.py"))
+        for line, name in imported(tree_of(path))
+        if name.startswith("tests.") and any(part.startswith("test_") for part in name.split("."))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_what_folders_of_tests_share_lives_in_support() -> None:
+    wrong = [
+        f"{path.relative_to(TESTS)}:{line} imports {name}"
+        for path in sorted(TESTS.rglob("*.py"))
+        for line, name in imported(tree_of(path))
+        if name.startswith("tests.") and name.split(".")[1] not in {"support", path.relative_to(TESTS).parts[0]}
+    ]
+    assert not wrong, "\n".join(wrong)

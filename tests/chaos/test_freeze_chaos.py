@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from tests.chaos.test_update_chaos import STRIDE
+from tests.chaos.slack import STRIDE
 from tests.support.cluster import Report
 from tests.support.fleet import Rig, side_by_side
 from tests.support.freezes import PHASES, freeze_sweep

@@ -17,7 +17,7 @@ import ray
 
 from async_wsync import BroadcastLock, EngineDied, ModuleSource, TorchEngine, WeightBroadcaster
 from async_wsync.testing import Fault, cancel_at_every_await, start_engine
-from tests.chaos.slack import SLACK
+from tests.chaos.slack import SLACK, STRIDE
 from tests.support.cluster import RayCluster
 from tests.support.fixtures import Judge
 from tests.support.fleet import (
@@ -38,8 +38,6 @@ from tests.support.sweeps import SETTINGS, Setting, cancel_sweep, fault_sweep
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1700)]
 
-#: Takes only every so manieth point of a sweep, for a quick look.
-STRIDE = int(os.environ.get("WSYNC_CHAOS_STRIDE", "1"))
 LIMITS_HERE = PROMISED.times(SLACK)
 
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from async_wsync.cli.main import main
-from tests.engines.sglang.test_server import tensors
+from tests.support.sglang_updates import tensors
 from tests.support.small_sglang import SmallSGLang
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]

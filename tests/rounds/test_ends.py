@@ -23,7 +23,8 @@ from async_wsync.rounds.round import UpdateRound
 from async_wsync.runtime.object_refs import await_ref
 from async_wsync.testing import Fault, cancel_at_every_await
 from async_wsync.types import UpdateEvent
-from tests.support.fleet import LIMITS, Rig, a_model, until
+from tests.support.fleet import LIMITS, Rig, a_model
+from tests.support.waiting import until
 
 ENGINES = ("e0", "e1")
 FAST = replace(LIMITS, drain=2.0)

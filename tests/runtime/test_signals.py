@@ -16,8 +16,9 @@ from ray import cloudpickle
 
 from async_wsync.testing import Fault
 from tests.support.cluster import ROOT, RayCluster
-from tests.support.fleet import Rig, until
+from tests.support.fleet import Rig
 from tests.support.freezes import is_frozen
+from tests.support.waiting import until
 
 CLOSE = 4.0
 

@@ -13,13 +13,7 @@ import weakref
 import pytest
 
 from async_wsync.runtime.threads import DaemonWorker, run_bounded, spawn, wait_done, wait_for
-
-
-async def until(condition: object, seconds: float = 10.0) -> None:
-    limit = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < limit, "it did not happen in time"
-        await asyncio.sleep(0.005)
+from tests.support.waiting import until
 
 
 async def test_calls_run_in_order_in_one_named_daemon_thread() -> None:

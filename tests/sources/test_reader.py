@@ -17,6 +17,7 @@ from async_wsync.transfer.checksum import model_digests
 from async_wsync.transfer.layout import lay_out
 from async_wsync.transfer.unpack import ReceiveBuffers
 from async_wsync.types import BucketSpec, Manifest, ParamMeta, WireFormat
+from tests.support.waiting import until
 
 PACKED = {WireFormat.PACKED}
 Named = tuple[str, torch.Tensor]
@@ -32,13 +33,6 @@ def manifest_of(model: dict[str, torch.Tensor]) -> Manifest:
 
 async def plan(reader: SourceReader, bucket_bytes: int = 80) -> tuple[BucketSpec, ...]:
     return await reader.plan(bucket_bytes=bucket_bytes)
-
-
-async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        await asyncio.sleep(0.005)
 
 
 async def take_all(stream: BucketStream) -> list[int]:

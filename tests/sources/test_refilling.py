@@ -18,7 +18,7 @@ from async_wsync.transfer.pack import own_copy
 from async_wsync.transfer.tensors import param_meta, torch_dtype
 from async_wsync.transfer.unpack import ReceiveBuffers
 from async_wsync.types import Manifest, ParamMeta, WireFormat
-from tests.transfer.test_buckets import LAYOUTS, NAMES, random_tensor, rearranged
+from tests.support.tensors import DTYPES, LAYOUTS, random_tensor, rearranged
 
 PACKED = {WireFormat.PACKED}
 Named = tuple[str, torch.Tensor]
@@ -192,7 +192,7 @@ async def test_a_mapping_that_makes_its_tensors_in_one_buffer_has_no_ties_and_ar
     await reader.aclose()
 
 
-@pytest.mark.parametrize("dtype", NAMES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_copy_of_ones_own_is_bit_for_bit_what_it_copies_and_shares_nothing(dtype: str) -> None:
     for layout in LAYOUTS:
         for shape in [(), (0, 3), (1, 1), (4, 5)]:

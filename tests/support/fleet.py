@@ -19,6 +19,7 @@ from async_wsync.runtime.object_refs import await_ref
 from async_wsync.testing import Fault, start_engine
 from async_wsync.transfer.checksum import model_digests
 from async_wsync.types import UpdateEvent
+from tests.support.waiting import until
 
 T = TypeVar("T")
 
@@ -203,19 +204,6 @@ async def failure_of(update: Any) -> tuple[UpdateFailed, float]:
     except UpdateFailed as failure:
         return failure, time.monotonic() - started
     raise AssertionError(f"the update did not fail: {report.summary()}")
-
-
-async def until(condition: Any, *, limit: float = 60.0) -> None:
-    """Wait for ``condition()``, which may be a coroutine function, to become true."""
-    deadline = time.monotonic() + limit
-    while True:
-        found = condition()
-        if asyncio.iscoroutine(found):
-            found = await found
-        if found:
-            return
-        assert time.monotonic() < deadline, "it never happened"
-        await asyncio.sleep(0.01)
 
 
 def update_tasks() -> list[str]:

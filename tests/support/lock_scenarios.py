@@ -27,6 +27,7 @@ from async_wsync.errors import LockError
 from async_wsync.lock import BroadcastLock
 from tests.support.cluster import ROOT
 from tests.support.lock_actors import Crowd, FenceEngine, Source, overlaps, stale_buckets
+from tests.support.waiting import until
 
 
 @dataclass
@@ -81,13 +82,6 @@ async def new_sources(count: int) -> list[Any]:
     sources = [ray.remote(Source).options(num_cpus=0, max_concurrency=8).remote() for _ in range(count)]
     await asyncio.gather(*[s.pid.remote() for s in sources])
     return sources
-
-
-async def until(condition: Any, limit: float = 60.0) -> None:
-    deadline = time.monotonic() + limit
-    while not await condition():
-        assert time.monotonic() < deadline, "the scenario did not get going"
-        await asyncio.sleep(0.01)
 
 
 async def applied_by(engine: Any, label: str) -> int:

@@ -18,8 +18,9 @@ from async_wsync.testing import CANCEL_KINDS, CancelKind, KillRun, cancel_at_eve
 from async_wsync.transfer.checksum import combined, model_digests
 from async_wsync.types import UpdateEvent
 from tests.support.changing_fleet import Samples, keep_sampling
-from tests.support.fleet import LIMITS, NAMES, Rig, a_model, until, update_tasks
+from tests.support.fleet import LIMITS, NAMES, Rig, a_model, update_tasks
 from tests.support.sweep_figures import Figures, Points, Promised, Verdict, measured_gaps
+from tests.support.waiting import until
 
 #: For engines that are stopped: each phase 2 s.
 STOP_LIMITS = Timeouts(

@@ -16,42 +16,9 @@ from async_wsync.transfer.plan import plan_buckets
 from async_wsync.transfer.tensors import dtype_name, param_meta, param_nbytes, torch_dtype
 from async_wsync.transfer.unpack import ReceiveBuffers
 from async_wsync.types import BucketSpec, Manifest, ParamMeta, WireFormat
+from tests.support.tensors import DTYPES, LAYOUTS, random_tensor, rearranged
 
-NAMES = [
-    *("float32", "bfloat16", "float16", "float64", "complex64", "complex128", "bool"),
-    *("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32"),
-    *("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn_x2"),
-]
-NAMES = [name for name in NAMES if isinstance(getattr(torch, name, None), torch.dtype)]  # the oldest torch lacks some
-LAYOUTS = ["plain", "transposed", "strided", "column", "expanded", "parameter"]
 FORMATS = list(WireFormat)
-
-
-def random_tensor(dtype: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """Random bits: NaNs with payloads, denormals and all."""
-    generator = torch.Generator().manual_seed(seed)
-    kind = torch_dtype(dtype)
-    numel = torch.Size(shape).numel()
-    high = 2 if dtype == "bool" else 256
-    raw = torch.randint(0, high, (numel * kind.itemsize,), dtype=torch.uint8, generator=generator)
-    return raw.view(kind).view(shape)
-
-
-def rearranged(tensor: torch.Tensor, how: str) -> torch.Tensor:
-    """The same values, in a storage of another order."""
-    if how == "parameter" and (tensor.is_floating_point() or tensor.is_complex()):
-        return torch.nn.Parameter(tensor)
-    if tensor.dim() == 0 or tensor.numel() == 0:
-        return tensor
-    if how == "transposed":
-        return tensor.transpose(0, -1).contiguous().transpose(0, -1)
-    if how == "strided":
-        return tensor.new_empty((tensor.shape[0], 2, *tensor.shape[1:]))[:, 1].copy_(tensor)
-    if how == "column":
-        return tensor.new_empty((*tensor.shape, 2))[..., 0].copy_(tensor)
-    if how == "expanded":
-        return tensor[:1].expand(tensor.shape)
-    return tensor
 
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
@@ -62,7 +29,7 @@ def models(draw: st.DrawFn) -> dict[str, torch.Tensor]:
     count = draw(st.integers(0, 12))
     model = {}
     for index in range(count):
-        tensor = random_tensor(draw(st.sampled_from(NAMES)), draw(shapes), draw(st.integers(0, 1000)))
+        tensor = random_tensor(draw(st.sampled_from(DTYPES)), draw(shapes), draw(st.integers(0, 1000)))
         model[f"layer.{index}.weight"] = rearranged(tensor, draw(st.sampled_from(LAYOUTS)))
     return model
 
@@ -192,7 +159,7 @@ def test_a_large_contiguous_tensor_is_sent_from_its_storage_into_the_targets_sto
 
 
 def test_offsets_are_multiples_of_the_item_size_and_leave_no_gap() -> None:
-    model = {name: random_tensor(name, (3,), 1) for name in NAMES}
+    model = {name: random_tensor(name, (3,), 1) for name in DTYPES}
     for wire in (WireFormat.PACKED, WireFormat.FLATTENED):
         layout = lay_out(one_bucket(model), wire)
         end = 0

@@ -39,9 +39,9 @@ from tests.support.fleet import (
     heals,
     is_free,
     received,
-    until,
     update_tasks,
 )
+from tests.support.waiting import until
 
 # ------------------------------------------- engines, brackets, versions
 

@@ -37,10 +37,10 @@ from tests.support.fleet import (
     has_fired,
     heals,
     is_free,
-    until,
     update_tasks,
     updating,
 )
+from tests.support.waiting import until
 
 # ---------------------------------------------------------- cancellation
 

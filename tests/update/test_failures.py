@@ -47,8 +47,8 @@ from tests.support.fleet import (
     heals,
     is_free,
     received,
-    until,
 )
+from tests.support.waiting import until
 
 # ---------------------------------------------------- first failure wins
 

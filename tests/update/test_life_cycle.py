@@ -28,7 +28,8 @@ from async_wsync import (
 from async_wsync.testing import cancel_at_every_await
 from async_wsync.update.life_cycle import Phase
 from tests.support.cluster import ROOT, RayCluster
-from tests.support.fleet import LIMITS, Rig, a_source, heals, is_free, until, update_tasks, updating
+from tests.support.fleet import LIMITS, Rig, a_source, heals, is_free, update_tasks, updating
+from tests.support.waiting import until
 
 #: The lock's wait is the long one: whatever must not wait for it ends long before.
 CLOSING = replace(LIMITS, lock=60.0, close=1.0, drain=2.0)

@@ -21,11 +21,11 @@ from async_wsync.errors import BaseMissing, EngineDied, EngineFailed, EngineReje
 from async_wsync.sources import ModuleSource, StateDictSource
 from async_wsync.transfer.checksum import model_digests
 from async_wsync.types import Call, EngineState, PauseMode, WireFormat
-from tests.engines.sglang.test_server import update_of
 from tests.support.actors import SyncEngine, a_model, killed
 from tests.support.cluster import RayCluster
 from tests.support.miles_actors import ray_value
 from tests.support.sglang_actors import MilesServer, SlimeServer
+from tests.support.sglang_updates import update_of
 
 CALL = Call(source="test", fence=1, timeout=30.0)
 

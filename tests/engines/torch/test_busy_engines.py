@@ -30,10 +30,10 @@ from async_wsync.engines.torch.messages import Reply, Request
 from async_wsync.errors import EngineDied, EngineFailed, EngineTimeout
 from async_wsync.runtime.object_refs import await_ref
 from async_wsync.types import PauseMode
-from tests.engines.torch.test_engine import connect
 from tests.support.actors import killed
 from tests.support.cluster import RayCluster
 from tests.support.receiver_driver import a_call, manifest_of, update_of
+from tests.support.torch_engines import connect
 
 SIZE = 64
 LIMITS = Timeouts(connect=20, lock=20, pause=8, begin=2, bucket=8, end=8, resume=8, drain=5, close=5)

@@ -19,6 +19,7 @@ from async_wsync.engines.torch import messages as p
 from async_wsync.engines.torch.control import ControlConnection, ControlLost, ControlServer
 from async_wsync.testing.network import PortSquatter
 from tests.support.receiver_driver import a_request
+from tests.support.waiting import until
 
 
 def a_server(answer: Callable[[p.Request], Any]) -> p.ControlAddress:
@@ -35,12 +36,6 @@ def a_connection(address: p.ControlAddress) -> ControlConnection:
 
 def asking() -> p.Request:
     return a_request(p.Flush())
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def num_threads(name: str) -> int:

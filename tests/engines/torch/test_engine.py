@@ -7,7 +7,6 @@ import itertools
 import os
 import signal
 import time
-import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -27,7 +26,6 @@ from async_wsync.errors import (
     EngineTimeout,
     StaleFence,
 )
-from async_wsync.groups.rendezvous import Rendezvous
 from async_wsync.groups.update_group import UpdateGroup
 from async_wsync.runtime.object_refs import RemoteRaised, await_ref
 from async_wsync.transfer.checksum import model_digests
@@ -35,6 +33,7 @@ from async_wsync.types import Call, EngineState, PauseMode, UpdateSpec
 from tests.support.actors import KINDS, SyncEngine, a_model, killed
 from tests.support.cluster import RayCluster
 from tests.support.receiver_driver import a_call, manifest_of, staged, update_of
+from tests.support.torch_engines import connect
 
 GONE_LIMIT = 5.0  # of a busy test machine; the aim is 1 s
 SIZE = 512  # a matrix of 1 MB, which travels from storage to storage
@@ -53,22 +52,6 @@ def fleet(ray_cluster: RayCluster) -> Iterator[dict[str, Any]]:
 def later_call(timeout: float = 60.0) -> Call:
     """A call under a fence above all before."""
     return a_call(fence=next(_fences), timeout=timeout)
-
-
-async def connect(engines: Sequence[TorchEngine], call: Call, *, timeout: float = 20.0) -> UpdateGroup:
-    rendezvous = await Rendezvous.open(
-        address="127.0.0.1",
-        backend="gloo",
-        name=f"test-{uuid.uuid4().hex[:8]}",
-        epoch=1,
-        world_size=1 + len(engines),
-        timeout=timeout,
-        connect_timeout=30.0,
-    )
-    joins = [engine.join(call, rendezvous.spec, rank_offset=1 + i) for i, engine in enumerate(engines)]
-    ranks = {1 + i: engine.name for i, engine in enumerate(engines)}
-    group, *_ = await asyncio.gather(rendezvous.complete(ranks), *joins)
-    return group
 
 
 async def update_all(engines: Sequence[TorchEngine], model: nn.Module, version: int, call: Call) -> None:

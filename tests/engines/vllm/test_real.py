@@ -353,7 +353,7 @@ import asyncio, sys, time
 from async_wsync import WeightBroadcaster
 from async_wsync.engines.vllm import VLLMServer
 from async_wsync.sources import IterableSource
-from tests.engines import vllm_rig as rig
+from tests.engines.vllm import rig
 
 def tensors():
     for number, (name, tensor) in enumerate(rig.tiny_model(70).state_dict().items()):
