@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from async_wsync.errors import BroadcastFailed
-from async_wsync.groups.update_group import Rendezvous, UpdateGroup, join_group
+from async_wsync.groups.update_group import UpdateGroup, join_group
 from async_wsync.runtime.loop_gap import LoopGapMeter
 from tests.gpu.queued import busy_for
+from tests.support.groups import opened
 
 pytestmark = [
     pytest.mark.gpu,
@@ -69,10 +70,7 @@ class Engine:
 
 
 async def connect(engine: Engine, device: int = 0, **options: Any) -> UpdateGroup:
-    settings: dict[str, Any] = {"timeout": 20.0, "connect_timeout": 60.0, **options}
-    rendezvous = await Rendezvous.open(
-        address="127.0.0.1", backend="nccl", name="gpus", epoch=1, world_size=2, **settings
-    )
+    rendezvous = await opened(2, **{"backend": "nccl", "connect_timeout": 60.0, **options})
     engine.tell("join", rendezvous.spec)
     return await rendezvous.complete({1: "engine-1"}, device=torch.device("cuda", device))
 

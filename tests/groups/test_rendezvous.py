@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,16 +23,11 @@ from async_wsync.groups import master_address
 from async_wsync.groups.store import shut_store
 from async_wsync.groups.update_group import Rendezvous, join_group
 from async_wsync.types import GroupSpec
+from tests.support.groups import opened
 from tests.support.peers import Fleet, Peer, connect, disconnect
 
 #: Loose, for machines that do other things.
 SOON = 5.0
-
-
-async def opened(world_size: int, **options: Any) -> Rendezvous:
-    settings: dict[str, Any] = {"address": "127.0.0.1", "timeout": 20.0, "connect_timeout": 20.0, **options}
-    settings.setdefault("name", f"group-{uuid.uuid4().hex[:8]}")
-    return await Rendezvous.open(backend="gloo", epoch=1, world_size=world_size, **settings)
 
 
 def spec_at(port: int, *, connect_timeout: float = 1.0, address: str = "127.0.0.1") -> GroupSpec:

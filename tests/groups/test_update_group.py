@@ -27,6 +27,7 @@ from async_wsync.groups.update_group import Rendezvous, UpdateGroup, join_group
 from async_wsync.runtime.foreign_code import ForeignExit
 from async_wsync.runtime.loop_gap import LoopGapMeter
 from async_wsync.runtime.threads import spawn, wait_for
+from tests.support.groups import opened
 from tests.support.peers import Fleet, Peer, connect, disconnect
 
 MB = 1 << 20
@@ -530,9 +531,7 @@ async def test_whatever_starting_a_broadcast_raises_ends_its_future(fleet: Fleet
 
 @unsendables
 async def test_whatever_a_receive_raises_breaks_the_group_and_comes_out(kind: str, why: str) -> None:
-    rendezvous = await Rendezvous.open(
-        address="127.0.0.1", backend="gloo", name="mine", epoch=1, world_size=2, timeout=20.0, connect_timeout=20.0
-    )
+    rendezvous = await opened(2)
     joining = spawn(lambda: join_group(rendezvous.spec, 1, member="engine"), name="join")
     group = await rendezvous.complete({1: "engine"})
     member = await wait_for(joining)

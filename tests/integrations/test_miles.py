@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 
 from async_wsync.errors import EngineDied, EngineFailed, EngineTimeout
-from async_wsync.groups.update_group import Rendezvous, UpdateGroup
+from async_wsync.groups.update_group import UpdateGroup
 from async_wsync.integrations.miles import update_bucket
 from async_wsync.lock import BroadcastLock
 from async_wsync.types import Timeouts
 from tests.support.cluster import RayCluster
+from tests.support.groups import opened
 from tests.support.miles_actors import Bar, BoolLock, BrokenBar, MilesEngine, ray_value
 
 GROUP_TIMEOUT = 20.0
@@ -72,15 +73,7 @@ async def connect(ray_cluster: RayCluster) -> AsyncIterator[Connect]:
     groups: list[UpdateGroup] = []
 
     async def build(engines: list[Any]) -> UpdateGroup:
-        rendezvous = await Rendezvous.open(
-            address="127.0.0.1",
-            backend="gloo",
-            name=f"miles-{uuid.uuid4().hex[:8]}",
-            epoch=1,
-            world_size=1 + len(engines),
-            timeout=GROUP_TIMEOUT,
-            connect_timeout=30.0,
-        )
+        rendezvous = await opened(1 + len(engines), timeout=GROUP_TIMEOUT, connect_timeout=30.0)
         refs = [e.join.remote(rendezvous.spec, i + 1, f"engine-{i}") for i, e in enumerate(engines)]
         groups.append(await rendezvous.complete({i + 1: f"engine-{i}" for i in range(len(engines))}))
         for ref in refs:

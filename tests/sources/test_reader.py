@@ -17,6 +17,7 @@ from async_wsync.transfer.checksum import model_digests
 from async_wsync.transfer.layout import lay_out
 from async_wsync.transfer.unpack import ReceiveBuffers
 from async_wsync.types import BucketSpec, Manifest, ParamMeta, WireFormat
+from tests.support.updates import manifest_of
 from tests.support.waiting import until
 
 PACKED = {WireFormat.PACKED}
@@ -25,10 +26,6 @@ Named = tuple[str, torch.Tensor]
 
 def flat_model(count: int = 6, size: int = 10) -> dict[str, torch.Tensor]:
     return {f"w{i}": torch.randn(size) for i in range(count)}
-
-
-def manifest_of(model: dict[str, torch.Tensor]) -> Manifest:
-    return StateDictSource(model).manifest()
 
 
 async def plan(reader: SourceReader, bucket_bytes: int = 80) -> tuple[BucketSpec, ...]:

@@ -12,23 +12,15 @@ from typing import Any
 
 import torch
 
-from async_wsync.groups.update_group import Rendezvous
 from async_wsync.types import GroupSpec
+from tests.support.groups import opened
 
 SENDS = [32 << 20] * 4  # bytes of each tensor that it sends, over and over
 
 
 def _live(conn: Any) -> None:
     async def main() -> None:
-        rendezvous = await Rendezvous.open(
-            address="127.0.0.1",
-            backend="gloo",
-            name=f"dying-{os.getpid()}",
-            epoch=1,
-            world_size=2,
-            timeout=60.0,
-            connect_timeout=30.0,
-        )
+        rendezvous = await opened(2, timeout=60.0, connect_timeout=30.0)
         conn.send(rendezvous.spec)
         group = await rendezvous.complete({1: "engine"})
         conn.send("formed")

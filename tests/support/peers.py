@@ -10,7 +10,6 @@ import os
 import signal
 import threading
 import time
-import uuid
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ import torch
 from async_wsync.groups.update_group import GroupMember, Rendezvous, UpdateGroup, join_group
 from async_wsync.runtime.threads import wait_done
 from async_wsync.types import GroupSpec
+from tests.support.groups import opened
 
 T = TypeVar("T")
 
@@ -250,9 +250,7 @@ class Fleet:
 
 async def connect(peers: Sequence[Peer], **options: Any) -> UpdateGroup:
     """A group of this process as the source and ``peers`` as ranks 1, 2, ..."""
-    settings: dict[str, Any] = {"address": "127.0.0.1", "timeout": 20.0, "connect_timeout": 30.0, **options}
-    settings.setdefault("name", f"group-{uuid.uuid4().hex[:8]}")
-    rendezvous = await Rendezvous.open(backend="gloo", epoch=1, world_size=len(peers) + 1, **settings)
+    rendezvous = await opened(len(peers) + 1, **options)
     joins = [peer.start("join", rendezvous.spec, rank, peer.name) for rank, peer in enumerate(peers, 1)]
     group = await rendezvous.complete({rank: peer.name for rank, peer in enumerate(peers, 1)})
     for join in joins:

@@ -7,18 +7,14 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from async_wsync.engines.torch import messages as p
 from async_wsync.engines.torch.receiver import WeightReceiver
-from async_wsync.groups.rendezvous import Rendezvous
 from async_wsync.groups.update_group import UpdateGroup
-from async_wsync.transfer.layout import lay_out
-from async_wsync.transfer.pack import stage
-from async_wsync.transfer.plan import plan_buckets
-from async_wsync.transfer.tensors import param_meta
-from async_wsync.types import BucketSpec, Call, GroupSpec, Manifest, UpdateSpec, WireFormat
+from async_wsync.types import Call, GroupSpec, UpdateSpec
+from tests.support.groups import opened
+from tests.support.updates import staged
 
 POLL_INTERVAL = 0.002
 
@@ -56,40 +52,11 @@ async def ask(receiver: WeightReceiver, verb: p.Verb, call: Call | None = None, 
     return await outcome(receiver, start(receiver, verb, call), within=within)
 
 
-def manifest_of(model: nn.Module) -> Manifest:
-    return Manifest(params=tuple(param_meta(n, t) for n, t in model.state_dict().items()))
-
-
-def update_of(
-    manifest: Manifest, *, version: int = 1, bucket_bytes: int = 1 << 20, group: str = "", strict: bool = True
-) -> UpdateSpec:
-    return UpdateSpec(
-        update_id=uuid.uuid4().hex,
-        version=version,
-        manifest=manifest,
-        buckets=plan_buckets(manifest, bucket_bytes=bucket_bytes),
-        group=group,
-        strict=strict,
-    )
-
-
-def staged(bucket: BucketSpec, model: nn.Module) -> list[torch.Tensor]:
-    return stage(lay_out(bucket, WireFormat.PACKED), {n: t.detach() for n, t in model.state_dict().items()})
-
-
 async def connect(
     receivers: Sequence[WeightReceiver], call: Call | None = None, *, timeout: float = 20.0
 ) -> UpdateGroup:
     """A real group of this process's source with each receiver."""
-    rendezvous = await Rendezvous.open(
-        address="127.0.0.1",
-        backend="gloo",
-        name=f"test-{uuid.uuid4().hex[:8]}",
-        epoch=1,
-        world_size=1 + len(receivers),
-        timeout=timeout,
-        connect_timeout=20.0,
-    )
+    rendezvous = await opened(1 + len(receivers), timeout=timeout, connect_timeout=20.0)
     ranks = {rank: f"engine-{rank}" for rank in range(1, 1 + len(receivers))}
     joins = [ask(receiver, p.Join(rendezvous.spec, 1 + i), call) for i, receiver in enumerate(receivers)]
     group, *_ = await asyncio.gather(rendezvous.complete(ranks), *joins)

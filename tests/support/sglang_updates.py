@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 
-from async_wsync.transfer.plan import plan_buckets
-from async_wsync.transfer.tensors import param_meta
-from async_wsync.types import Manifest, UpdateSpec
+from tests.support import updates
 
 
 def tensors(seed: int = 1) -> dict[str, torch.Tensor]:
@@ -23,9 +21,4 @@ def tensors(seed: int = 1) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator).to(dtype) for name, (shape, dtype) in shapes.items()}
 
 
-def update_of(weights: dict[str, torch.Tensor], *, group: str = "", version: int = 5, **facts: Any) -> UpdateSpec:
-    manifest = Manifest(
-        params=tuple(param_meta(name, tensor) for name, tensor in weights.items()), aliases=facts.pop("aliases", ())
-    )
-    buckets = plan_buckets(manifest, bucket_bytes=1100)
-    return UpdateSpec(update_id="u", version=version, manifest=manifest, buckets=buckets, group=group, **facts)
+update_of = partial(updates.update_of, bucket_bytes=1100, version=5, update_id="u")

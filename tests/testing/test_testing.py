@@ -44,7 +44,8 @@ from async_wsync.testing import (
 )
 from async_wsync.types import EngineState, PauseMode
 from tests.support.cluster import RayCluster
-from tests.support.receiver_driver import a_call, manifest_of, update_of
+from tests.support.receiver_driver import a_call
+from tests.support.updates import manifest_of, update_of
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

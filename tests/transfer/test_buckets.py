@@ -17,6 +17,7 @@ from async_wsync.transfer.tensors import dtype_name, param_meta, param_nbytes, t
 from async_wsync.transfer.unpack import ReceiveBuffers
 from async_wsync.types import BucketSpec, Manifest, ParamMeta, WireFormat
 from tests.support.tensors import DTYPES, LAYOUTS, random_tensor, rearranged
+from tests.support.updates import manifest_of
 
 FORMATS = list(WireFormat)
 
@@ -32,10 +33,6 @@ def models(draw: st.DrawFn) -> dict[str, torch.Tensor]:
         tensor = random_tensor(draw(st.sampled_from(DTYPES)), draw(shapes), draw(st.integers(0, 1000)))
         model[f"layer.{index}.weight"] = rearranged(tensor, draw(st.sampled_from(LAYOUTS)))
     return model
-
-
-def manifest_of(model: dict[str, torch.Tensor]) -> Manifest:
-    return Manifest(params=tuple(param_meta(name, tensor) for name, tensor in model.items()))
 
 
 def send(wire: list[torch.Tensor], buffers: list[torch.Tensor]) -> None:

@@ -31,7 +31,7 @@ def many(value: float = 0.0, count: int = MANY) -> dict[str, torch.Tensor]:
     return dict(zip(names, flat.view(count, 4, 4).unbind(), strict=True))
 
 
-def update_of(manifest: Manifest, buckets: Any) -> UpdateSpec:
+def with_buckets(manifest: Manifest, buckets: Any) -> UpdateSpec:
     return UpdateSpec(update_id="u", version=1, manifest=manifest, buckets=buckets, group="g", strict=True)
 
 
@@ -113,7 +113,7 @@ def test_a_packed_update_is_small_and_comes_out_as_it_went_in() -> None:
         BucketSpec(index=index, params=params, nbytes=64 * len(params))
         for index, params in enumerate((manifest.params[:half], manifest.params[half:]))
     )
-    update = update_of(manifest, buckets)
+    update = with_buckets(manifest, buckets)
     packed = pack_update(update)
     assert unpack_update(packed) == update
     assert len(packed) < len(pickle.dumps(manifest)) / 5
@@ -142,7 +142,7 @@ async def prepared(source: StateDictSource) -> float:
         reader = SourceReader(source)
         manifest = await reader.manifest()
         buckets = await reader.plan(bucket_bytes=64 << 20)
-        packed = await wait_for(spawn(pack_update, update_of(manifest, buckets), name="pack"))
+        packed = await wait_for(spawn(pack_update, with_buckets(manifest, buckets), name="pack"))
         async for staged in reader.buckets(buckets, {WireFormat.PACKED}):
             staged.release()
         await reader.aclose()

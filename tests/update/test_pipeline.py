@@ -23,7 +23,8 @@ from async_wsync.transfer.pack import stage
 from async_wsync.transfer.tensors import param_meta
 from async_wsync.types import BucketSpec, Manifest, UpdateSpec, WireFormat
 from async_wsync.update.pipeline import BucketPipeline
-from tests.support.receiver_driver import a_call, ask, connect, update_of
+from tests.support.receiver_driver import a_call, ask, connect
+from tests.support.updates import update_of
 
 LIMIT = 1.0
 #: Far above what a socket takes in on its own, so that a broadcast that nobody enters does not end.

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,12 @@ from safetensors.torch import load_file
 from async_wsync.broadcaster import WeightBroadcaster
 from async_wsync.engines.sglang.server import SGLangServer
 from async_wsync.errors import EngineFailed, EngineRejected, EngineTimeout, UpdateFailed
-from async_wsync.groups.update_group import Rendezvous, UpdateGroup
 from async_wsync.sources import SafetensorsSource, StateDictSource
 from async_wsync.transfer.plan import plan_buckets
 from async_wsync.types import Call, EngineInfo, EngineState, PauseMode, UpdateSpec, WireFormat
 from tests.engines.sglang.model import LORA_CONFIG
 from tests.engines.sglang.server import SGLangProcess, generate, greedy, model_tool
+from tests.support.groups import joined, opened
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
@@ -294,27 +293,11 @@ async def test_a_trainer_killed_in_the_middle_is_followed_by_one_that_heals(
     assert await tokens_of(server.url) == expected[2]
 
 
-async def joined(engine: SGLangServer) -> UpdateGroup:
-    rendezvous = await Rendezvous.open(
-        address="127.0.0.1",
-        backend="gloo",
-        name=f"hang-{uuid.uuid4().hex[:8]}",
-        epoch=1,
-        world_size=2,
-        timeout=60.0,
-        connect_timeout=60.0,
-    )
-    joining = asyncio.create_task(engine.join(CALL, rendezvous.spec, rank_offset=1))
-    group = await rendezvous.complete({1: engine.name}, hello=False)
-    await joining
-    return group
-
-
 async def test_a_broadcast_that_never_comes_is_over_when_the_trainer_leaves(
     server: SGLangProcess, models: list[Path], expected: list[list[int]]
 ) -> None:
     engine = SGLangServer(server.url)
-    group = await joined(engine)
+    group = await joined([engine], CALL, hello=False, timeout=60.0, connect_timeout=60.0)
     source = SafetensorsSource(models[1])
     manifest = source.manifest()
     update = UpdateSpec(
@@ -349,9 +332,7 @@ async def test_a_broadcast_that_never_comes_is_over_when_the_trainer_leaves(
 
 async def test_a_join_that_nobody_answers_ends_when_the_rendezvous_is_given_up(server: SGLangProcess) -> None:
     engine = SGLangServer(server.url)
-    rendezvous = await Rendezvous.open(
-        address="127.0.0.1", backend="gloo", name="alone", epoch=1, world_size=3, timeout=10.0, connect_timeout=2.0
-    )
+    rendezvous = await opened(3, timeout=10.0, connect_timeout=2.0)
     joining = asyncio.create_task(engine.join(CALL, rendezvous.spec, rank_offset=1))
     with pytest.raises(Exception, match="2"):
         await rendezvous.complete({1: engine.name, 2: "nobody"}, hello=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -25,13 +24,15 @@ from async_wsync.errors import (
     EngineTimeout,
     UpdateFailed,
 )
-from async_wsync.groups.update_group import Rendezvous, UpdateGroup
+from async_wsync.groups.update_group import UpdateGroup
 from async_wsync.sources import StateDictSource
 from async_wsync.transfer.layout import lay_out
 from async_wsync.transfer.pack import stage
 from async_wsync.types import Base, Call, EngineState, PauseMode, WireFormat
+from tests.support.groups import joined
 from tests.support.sglang_updates import tensors, update_of
 from tests.support.small_sglang import SmallSGLang
+from tests.support.updates import manifest_of
 
 CALL = Call(source="test", fence=1, timeout=20.0)
 
@@ -58,22 +59,6 @@ async def adapt(small: SmallSGLang) -> AsyncIterator[Adapt]:
         await engine.aclose()
 
 
-async def joined(engine: SGLangServer) -> UpdateGroup:
-    rendezvous = await Rendezvous.open(
-        address="127.0.0.1",
-        backend="gloo",
-        name=f"sglang-{uuid.uuid4().hex[:8]}",
-        epoch=1,
-        world_size=2,
-        timeout=20.0,
-        connect_timeout=20.0,
-    )
-    joining = asyncio.create_task(engine.join(CALL, rendezvous.spec, rank_offset=1))
-    group = await rendezvous.complete({1: engine.name}, hello=False)
-    await joining
-    return group
-
-
 async def push(engine: SGLangServer, group: UpdateGroup, weights: dict[str, torch.Tensor], version: int = 5) -> None:
     """One whole update, as the broadcaster makes it."""
     update = update_of(weights, group=group.spec.name, version=version)
@@ -96,7 +81,7 @@ async def test_a_whole_update_arrives_and_says_all_that_sglang_would_guess_wrong
     small: SmallSGLang, adapt: Adapt, wire: WireFormat
 ) -> None:
     engine, weights = adapt(wire_format=wire), tensors(2)
-    group = await joined(engine)
+    group = await joined([engine], CALL, hello=False)
 
     await push(engine, group, weights)
 
@@ -128,7 +113,7 @@ async def test_a_server_without_begin_and_end_gets_none(small: SmallSGLang, adap
         "no_sessions": True,
     }
     engine, weights = adapt(), tensors(3)
-    group = await joined(engine)
+    group = await joined([engine], CALL, hello=False)
     await push(engine, group, weights)
     await engine.reset(CALL)
     assert all(torch.equal(small.weights[name], tensor) for name, tensor in weights.items())
@@ -152,7 +137,7 @@ async def test_a_group_of_the_same_name_left_behind_is_replaced(small: SmallSGLa
     small.quirks["/init_weights_update_group"] = [
         (400, {"success": False, "message": "The specified group name has already been created, use another"})
     ]
-    group = await joined(engine)
+    group = await joined([engine], CALL, hello=False)
     assert small.paths().count("/destroy_weights_update_group") == 1
     await push(engine, group, tensors(4))
     await group.aclose(5.0)
@@ -183,7 +168,7 @@ async def test_a_bucket_that_was_not_taken_is_a_failure_in_the_engines_words(
 
 async def test_a_receive_that_only_saw_the_broadcast_break_says_so(small: SmallSGLang, adapt: Adapt) -> None:
     engine, update = adapt(), update_of(tensors(), group="g")
-    group = await joined(engine)
+    group = await joined([engine], CALL, hello=False)
     update = update_of(tensors(), group=group.spec.name)
     await engine.begin(CALL, update)
     receiving = asyncio.create_task(engine.receive(CALL, update, update.buckets[0]))
@@ -199,7 +184,7 @@ async def test_a_receive_that_only_saw_the_broadcast_break_says_so(small: SmallS
     await engine.leave(CALL, group.spec.name)
     await group.aclose(5.0)
 
-    group = await joined(engine)
+    group = await joined([engine], CALL, hello=False)
     await push(engine, group, tensors(6))
     assert torch.equal(small.weights["model.scale"], tensors(6)["model.scale"])
     await group.aclose(5.0)
@@ -341,7 +326,7 @@ async def test_tied_weights_count_as_sent_only_where_the_model_ties_them(
     save_checkpoint(tmp_path, stored, ties=ties)
     small.model_path = str(tmp_path)
     once = {name: t for name, t in everything.items() if name != "lm_head.weight"}
-    update = update_of(once, aliases=(("lm_head.weight", "model.embed_tokens.weight"),))
+    update = update_of(manifest_of(once, aliases=[("lm_head.weight", "model.embed_tokens.weight")]))
     if ties:
         assert await adapt().check(CALL, update) == ()
         assert await adapt().check(CALL, update_of(everything)) == (), "SGLang skips a tied output layer"

@@ -32,8 +32,9 @@ from async_wsync.runtime.object_refs import await_ref
 from async_wsync.types import PauseMode
 from tests.support.actors import killed
 from tests.support.cluster import RayCluster
-from tests.support.receiver_driver import a_call, manifest_of, update_of
-from tests.support.torch_engines import connect
+from tests.support.groups import joined
+from tests.support.receiver_driver import a_call
+from tests.support.updates import manifest_of, update_of
 
 SIZE = 64
 LIMITS = Timeouts(connect=20, lock=20, pause=8, begin=2, bucket=8, end=8, resume=8, drain=5, close=5)
@@ -239,7 +240,7 @@ async def test_a_long_receive_is_asked_after_and_broken_off_while_requests_hold_
     handle = actors["async", 4]
     engine, call = TorchEngine(handle, name="e0"), a_call(fence=a_fence())
     await engine.hello(call)
-    group = await connect([engine], call, timeout=30.0)
+    group = await joined([engine], call, timeout=30.0)
     update = update_of(manifest_of(a_model()), group=group.spec.name)
     await engine.begin(call, update)
     receive = asyncio.create_task(engine.receive(call, update, update.buckets[0]))

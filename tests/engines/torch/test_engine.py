@@ -32,8 +32,9 @@ from async_wsync.transfer.checksum import model_digests
 from async_wsync.types import Call, EngineState, PauseMode, UpdateSpec
 from tests.support.actors import KINDS, SyncEngine, a_model, killed
 from tests.support.cluster import RayCluster
-from tests.support.receiver_driver import a_call, manifest_of, staged, update_of
-from tests.support.torch_engines import connect
+from tests.support.groups import joined
+from tests.support.receiver_driver import a_call
+from tests.support.updates import manifest_of, staged, update_of
 
 GONE_LIMIT = 5.0  # of a busy test machine; the aim is 1 s
 SIZE = 512  # a matrix of 1 MB, which travels from storage to storage
@@ -56,7 +57,7 @@ def later_call(timeout: float = 60.0) -> Call:
 
 async def update_all(engines: Sequence[TorchEngine], model: nn.Module, version: int, call: Call) -> None:
     """A whole update without pauses, the way a broadcaster does it."""
-    group = await connect(engines, call)
+    group = await joined(engines, call)
     update = update_of(manifest_of(model), version=version, bucket_bytes=4096, group=group.spec.name)
     for engine in engines:
         await engine.begin(call, update)
@@ -85,7 +86,7 @@ async def a_receive_that_waits(
 ) -> AsyncIterator[tuple[asyncio.Task[None], UpdateGroup]]:
     """An engine inside a receive whose bytes never come."""
     await engine.hello(call)
-    group = await connect([engine], call, timeout=60.0)
+    group = await joined([engine], call, timeout=60.0)
     update = update_of(manifest_of(a_model(1, SIZE)), group=group.spec.name)
     await engine.begin(call, update)
     receive = asyncio.create_task(engine.receive(call, update, update.buckets[0]))
@@ -107,7 +108,7 @@ async def test_an_update_reaches_single_threaded_threaded_and_async_actors(fleet
     infos = [await e.hello(call) for e in engines]
     assert {i.state for i in infos} == {EngineState.STALE}
     assert len({i.incarnation for i in infos}) == 3
-    group = await connect(engines, call)
+    group = await joined(engines, call)
     update = update_of(manifest_of(trainer), version=3, bucket_bytes=4096, group=group.spec.name)
     for e in engines:
         assert await e.check(call, update) == ()

@@ -33,17 +33,8 @@ from async_wsync.errors import (
 from async_wsync.sources import StateDictSource
 from async_wsync.transfer.checksum import model_digests
 from async_wsync.types import Base, EngineState, Manifest, ParamMeta, PauseMode
-from tests.support.receiver_driver import (
-    a_call,
-    a_request,
-    a_spec_of_nobody,
-    ask,
-    look,
-    manifest_of,
-    outcome,
-    start,
-    update_of,
-)
+from tests.support.receiver_driver import a_call, a_request, a_spec_of_nobody, ask, look, outcome, start
+from tests.support.updates import manifest_of, update_of
 
 EMPTY = Manifest(params=())
 

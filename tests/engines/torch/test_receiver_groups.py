@@ -23,18 +23,8 @@ from async_wsync.transfer.pack import stage
 from async_wsync.transfer.tensors import param_meta
 from async_wsync.types import EngineState, Manifest, PauseMode, WireFormat
 from tests.support.dying_source import SENDS, a_dying_source
-from tests.support.receiver_driver import (
-    a_call,
-    ask,
-    connect,
-    look,
-    manifest_of,
-    outcome,
-    send_all,
-    staged,
-    start,
-    update_of,
-)
+from tests.support.receiver_driver import a_call, ask, connect, look, outcome, send_all, start
+from tests.support.updates import manifest_of, staged, update_of
 
 
 def a_model(seed: int = 0) -> nn.Module:

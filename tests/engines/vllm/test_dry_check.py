@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,8 +14,8 @@ from async_wsync.engines.vllm.engine import VLLMEngine
 from async_wsync.engines.vllm.messages import encode, encode_update
 from async_wsync.errors import EngineRejected
 from async_wsync.sources import StateDictSource
-from async_wsync.transfer.plan import plan_buckets
-from async_wsync.types import Call, UpdateEvent, UpdateSpec
+from async_wsync.types import Call, UpdateEvent
+from tests.support import updates
 from tests.support.vllm_double import Engine
 
 ONLY_ASKS = Call(source="dry run", fence=0, timeout=10.0)
@@ -32,10 +32,7 @@ def engine() -> Iterator[Engine]:
     made.close()
 
 
-def update_of(state: dict[str, torch.Tensor]) -> UpdateSpec:
-    manifest = StateDictSource(state).manifest()
-    buckets = plan_buckets(manifest, bucket_bytes=4096)
-    return UpdateSpec(update_id=uuid.uuid4().hex, version=9, manifest=manifest, buckets=buckets, group="")
+update_of = partial(updates.update_of, bucket_bytes=4096, version=9)
 
 
 def broadcaster(engine: Engine, **options: Any) -> WeightBroadcaster:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -21,9 +20,7 @@ import torch
 from async_wsync import UpdateFailed, WeightBroadcaster
 from async_wsync.engines.vllm.engine import VLLMActor, VLLMServer
 from async_wsync.errors import EngineDied, EngineFailed, EngineRejected, StaleFence
-from async_wsync.groups.update_group import Rendezvous
 from async_wsync.sources import ModuleSource, StateDictSource
-from async_wsync.transfer.plan import plan_buckets
 from async_wsync.types import (
     Call,
     EngineInfo,
@@ -36,6 +33,8 @@ from async_wsync.types import (
     WireFormat,
 )
 from tests.engines.vllm import rig
+from tests.support.groups import joined
+from tests.support.updates import update_of
 
 pytestmark = [
     pytest.mark.vllm,
@@ -263,33 +262,13 @@ def _call(timeout: float = 20.0, *, fence: int | None = None, source: str = "tes
 
 
 def _update(model: Any, group: str = "") -> UpdateSpec:
-    manifest = ModuleSource(model).manifest()
-    buckets = plan_buckets(manifest, bucket_bytes=BUCKET_BYTES)
-    return UpdateSpec(
-        update_id=uuid.uuid4().hex, version=next(_versions), manifest=manifest, buckets=buckets, group=group
-    )
-
-
-async def _joined(engine: VLLMActor | VLLMServer, call: Call, *, timeout: float) -> Any:
-    rendezvous = await Rendezvous.open(
-        address="127.0.0.1",
-        backend="gloo",
-        name=f"test-{uuid.uuid4().hex[:8]}",
-        epoch=1,
-        world_size=1 + engine.num_ranks,
-        timeout=timeout,
-        connect_timeout=30.0,
-    )
-    joining = asyncio.create_task(engine.join(call, rendezvous.spec, rank_offset=1))
-    group = await rendezvous.complete({1 + i: engine.name for i in range(engine.num_ranks)})
-    await joining
-    return group
+    return update_of(ModuleSource(model).manifest(), bucket_bytes=BUCKET_BYTES, version=next(_versions), group=group)
 
 
 async def _never_sent(engine: VLLMActor | VLLMServer, model: Any, *, limit: float) -> EngineFailed:
     """Announce a bucket and send nothing."""
     call = _call(limit)
-    group = await _joined(engine, _call(fence=call.fence), timeout=limit)
+    group = await joined([engine], _call(fence=call.fence), timeout=limit)
     update = _update(model, group.spec.name)
     await engine.check(call, update)
     await engine.pause(call, PauseMode.ABORT)
@@ -324,7 +303,7 @@ async def test_a_broadcast_that_never_comes_ends_in_time_and_the_engine_serves_a
 
 async def test_an_abort_ends_a_receive_at_once(fleet: Fleet) -> None:
     engine, model, call = fleet.actor(), rig.tiny_model(62), _call(60.0)
-    group = await _joined(engine, call, timeout=60.0)
+    group = await joined([engine], call, timeout=60.0)
     update = _update(model, group.spec.name)
     await engine.check(call, update)
     await engine.pause(call, PauseMode.ABORT)

@@ -7,6 +7,7 @@ import json
 import time
 import uuid
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,11 +19,11 @@ from async_wsync.engines.vllm.engine import VLLMEngine
 from async_wsync.engines.vllm.messages import UNSEEN_REPLICA, Findings, Reply, decode_update, encode_update
 from async_wsync.engines.vllm.names import _clashes, _Target
 from async_wsync.errors import BaseMissing, EngineDied, EngineFailed, EngineRejected, RendezvousError, StaleFence
-from async_wsync.groups.update_group import Rendezvous
 from async_wsync.runtime.object_refs import RemoteRaised
 from async_wsync.sources import StateDictSource
-from async_wsync.transfer.plan import plan_buckets
 from async_wsync.types import Call, EngineInfo, EngineState, PauseMode, Timeouts, UpdateSpec
+from tests.support import updates
+from tests.support.groups import joined
 from tests.support.peers import Peer
 from tests.support.vllm_double import Engine
 
@@ -76,26 +77,7 @@ def call(*, fence: int | None = None, timeout: float = 10.0, source: str = "test
     return Call(source=source, fence=time.time_ns() // 1_000_000 if fence is None else fence, timeout=timeout)
 
 
-def update_of(state: dict[str, torch.Tensor], group: str = "") -> UpdateSpec:
-    manifest = StateDictSource(state).manifest()
-    buckets = plan_buckets(manifest, bucket_bytes=BUCKET_BYTES)
-    return UpdateSpec(update_id=uuid.uuid4().hex, version=5, manifest=manifest, buckets=buckets, group=group)
-
-
-async def joined(engine: VLLMEngine, by: Call, *, timeout: float = 10.0) -> Any:
-    rendezvous = await Rendezvous.open(
-        address="127.0.0.1",
-        backend="gloo",
-        name=f"test-{uuid.uuid4().hex[:8]}",
-        epoch=1,
-        world_size=1 + engine.num_ranks,
-        timeout=timeout,
-        connect_timeout=20.0,
-    )
-    joining = asyncio.create_task(engine.join(by, rendezvous.spec, rank_offset=1))
-    group = await rendezvous.complete({1 + i: engine.name for i in range(engine.num_ranks)})
-    await joining
-    return group
+update_of = partial(updates.update_of, bucket_bytes=BUCKET_BYTES, version=5)
 
 
 async def test_every_rank_ends_with_what_was_sent(engine: Engine) -> None:
@@ -204,8 +186,8 @@ def test_two_names_that_fill_one_matrix_are_refused_unless_the_update_ties_them(
 
 
 async def _begun(one: VLLMEngine, by: Call, *, timeout: float = 10.0) -> tuple[Any, UpdateSpec]:
-    group = await joined(one, by, timeout=timeout)
-    update = update_of(tensors(4.0), group.spec.name)
+    group = await joined([one], by, timeout=timeout)
+    update = update_of(tensors(4.0), group=group.spec.name)
     await one.check(by, update)
     await one.pause(by, PauseMode.ABORT)
     await one.begin(by, update)
@@ -275,7 +257,7 @@ async def test_what_a_source_that_died_left_at_two_ranks_goes_with_the_next_one(
         await asyncio.sleep(0.01)
     await vllm.hello(call(source="next"))
     assert [receiver.state for receiver in engine.receivers] == [EngineState.STALE] * 2
-    group = await joined(vllm, call(source="next"))
+    group = await joined([vllm], call(source="next"), timeout=10.0)
     assert [receiver._memberships.get(spec.name) for receiver in engine.receivers] == [None, None]
     await group.aclose(5.0)
 
@@ -376,5 +358,5 @@ def test_the_answer_of_an_unseen_replica_is_read_from_its_exception() -> None:
 
 
 def test_an_update_travels_as_text_unchanged() -> None:
-    update = update_of(tensors(1.0), "group")
+    update = update_of(tensors(1.0), group="group")
     assert decode_update(json.loads(json.dumps(encode_update(update)))) == update
