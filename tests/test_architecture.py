@@ -30,7 +30,7 @@ LAYERS = (
     {"runtime"},
     {"groups/sockets", "groups/socket_watch"},
     {"groups/master_address", "groups/store"},
-    {"groups/gloo_wait", "groups/gloo_addresses", "groups/nccl"},
+    {"groups/gloo", "groups/nccl"},
     {"groups/process_group"},
     {"groups/source_end", "groups/member_end"},
     {"groups/rendezvous"},

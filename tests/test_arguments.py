@@ -106,7 +106,7 @@ COUNTS = (0, -1, 1.5, True, "2", None, NAN)
             ),
             refuses("ttl", lambda **o: BroadcastLock(name="l", **o), tuple(v for v in NOT_SECONDS if v is not None)),
             refuses("ttl", lambda **o: BroadcastLock.create(name="l", **o), NOT_SECONDS),
-            refuses("beacon", lambda **o: BroadcastLock(name="l", **o), (1, "yes", None)),
+            refuses("liveness_actor", lambda **o: BroadcastLock(name="l", **o), (1, "yes", None)),
             refuses("name", BroadcastLock, ("", 1, None, b"l"), "name of a lock"),
             refuses("namespace", lambda **o: BroadcastLock(name="l", **o), ("", 1)),
             *(

@@ -90,14 +90,14 @@ def _loop_back(hosts: Iterable[str], deadline: float) -> OSError | None:
     with closing(socket.create_server(("", 0), family=family, dualstack_ipv6=both)) as server:
         for host in hosts:
             try:
-                _knock(server, host, deadline)
+                _connect_to_self(server, host, deadline)
                 return None
             except OSError as error:
                 reason = error
     return reason
 
 
-def _knock(server: socket.socket, host: str, deadline: float) -> None:
+def _connect_to_self(server: socket.socket, host: str, deadline: float) -> None:
     left = max(0.001, deadline - time.monotonic())
     with socket.create_connection((host, server.getsockname()[1]), timeout=left) as ours:
         token = secrets.token_bytes(16)

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from async_wsync.groups import nccl, sockets
-from async_wsync.groups.gloo_addresses import addresses_in_records, new_device
+from async_wsync.groups.gloo import addresses_in_records, new_device
 from async_wsync.groups.store import PrefixStore, Store, given_up_key, shut_store
 from async_wsync.runtime.threads import pause, spawn
 from async_wsync.runtime.torch_threads import EXIT_GRACE

@@ -1,8 +1,8 @@
 """Forming an update group: the source listens, members say hello, then all connect.
 
-torch's own rendezvous waits in the dark: nobody learns who is missing, a member that reaches a foreign
-program at a reused port ignores its own timeout, and a wrong world size hangs. So before torch's part each
-member puts a greeting into the store, the source checks it and answers, and every step has our own bound.
+torch's own rendezvous does not say who is missing, a member that reaches another program at a reused port ignores
+its own timeout, and a wrong world size hangs. So before torch's part each member writes a hello into the store, the
+source checks it and answers, and each step has a time limit of ours.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ __all__ = ["Rendezvous", "join_group"]
 
 logger = logging.getLogger(__name__)
 
-#: Raised with every change of the greeting or of what follows it.
+#: One higher with each change of the hello or of what follows it.
 PROTOCOL = 1
 #: Seconds that members get to read why there will be no group, before the store's connections are broken.
-FAREWELL = 0.2
+REFUSAL_SECONDS = 0.2
 
 #: Seconds after which a rendezvous that came about says what may have held it up.
 SLOW = 3.0
@@ -82,11 +82,11 @@ class Rendezvous:
         connect_timeout: float,
         port: int = 0,
     ) -> Rendezvous:
-        """Listen at ``address``, on a free port or on ``port``; where that one is taken, on a free one after all.
+        """Listen at ``address``, on a free port or on ``port``; if that one is taken, on a free one.
 
         ``timeout`` bounds every later collective, ``connect_timeout`` the rendezvous, in seconds. Raises
-        `RendezvousError` (phase "listen"), at once where nobody could reach us at ``address``, and ValueError for what
-        is no address at all.
+        `RendezvousError` (phase "listen"), at once if nobody could reach us at ``address``, and ValueError if that is
+        not an address.
         """
         if backend not in ("gloo", "nccl"):
             raise ValueError(f"backend {backend!r} is neither 'gloo' nor 'nccl'")
@@ -124,9 +124,10 @@ class Rendezvous:
     ) -> UpdateGroup:
         """Wait for every member and connect with all of them, within ``spec.connect_timeout`` seconds.
 
-        ``members``: rank to engine name, for the ranks 1 to ``world_size`` - 1. ``hello``: which of them greet (all,
-        none, or these ranks); engines that join with torch's own means do not, and are only waited for. ``interop``
-        is short for ``hello=False``. ``device``: the CUDA device to send from, by default this thread's (NCCL only).
+        ``members``: rank to engine name, for the ranks 1 to ``world_size`` - 1. ``hello``: which of them say hello
+        (all, none, or these ranks); engines that join with torch's own means do not, and are only waited for.
+        ``interop`` is short for ``hello=False``. ``device``: the CUDA device to send from, by default this thread's
+        (NCCL only).
         Raises `RendezvousError` with ``phase`` and ``missing_ranks``; the rendezvous is over then.
         """
         if set(members) != set(range(1, self.spec.world_size)):
@@ -134,13 +135,13 @@ class Rendezvous:
         device = wire_device(self.spec.backend, device)  # here: a fresh thread's device is always cuda:0
         if interop or hello is False:
             hello = ()
-        greeting = set(members) if hello is True else set(hello)
+        with_hello = set(members) if hello is True else set(hello)
         started = time.monotonic()
         deadline = started + self.spec.connect_timeout
         completed = False
         try:
-            await self._hear(greeting, members, deadline)
-            group = await self._worker.run(self._connect, greeting, members, deadline, device)
+            await self._await_hellos(with_hello, members, deadline)
+            group = await self._worker.run(self._connect, with_hello, members, deadline, device)
             completed = True
         finally:
             if not completed:
@@ -166,10 +167,10 @@ class Rendezvous:
             spawn(_refuse, store, self.spec, reason, name=f"close {self.spec.name}")
         self._worker.close()
 
-    async def _hear(self, greeting: Collection[int], members: Mapping[int, str], deadline: float) -> None:
-        missing, delay = set(greeting), _POLL_FIRST
+    async def _await_hellos(self, with_hello: Collection[int], members: Mapping[int, str], deadline: float) -> None:
+        missing, delay = set(with_hello), _POLL_FIRST
         while missing:
-            missing -= await self._worker.run(self._heard, frozenset(missing), members)
+            missing -= await self._worker.run(self._check_hellos, frozenset(missing), members)
             if not missing:
                 return
             if time.monotonic() > deadline:
@@ -177,7 +178,7 @@ class Rendezvous:
             await asyncio.sleep(delay)
             delay = min(delay * 1.5, _POLL_LAST)
 
-    def _heard(self, ranks: Collection[int], members: Mapping[int, str]) -> set[int]:
+    def _check_hellos(self, ranks: Collection[int], members: Mapping[int, str]) -> set[int]:
         """Those of ``ranks`` that have said hello, checked."""
         store = self._store
         if store is None:
@@ -194,7 +195,9 @@ class Rendezvous:
         except RuntimeError as error:
             raise self._error("hello", f"the store failed: {first_line(error)}") from error
         except Exception as error:
-            raise self._error("hello", f"rank {rank} ({members[rank]}) greeted with nonsense: {error!r}") from error
+            raise self._error(
+                "hello", f"rank {rank} ({members[rank]}) said a hello that cannot be read: {error!r}"
+            ) from error
         return heard
 
     def _check(self, rank: int, said: dict[str, Any], members: Mapping[int, str]) -> None:
@@ -210,21 +213,21 @@ class Rendezvous:
             raise self._error("hello", f"{who} came with {', '.join(wrong)}", [rank])
 
     def _connect(
-        self, greeting: Collection[int], members: Mapping[int, str], deadline: float, device: torch.device
+        self, with_hello: Collection[int], members: Mapping[int, str], deadline: float, device: torch.device
     ) -> ProcessGroup:
-        """In the worker: let the members go, and build the process group with them."""
+        """In the worker: tell the members to connect, and build the process group with them."""
         store = self._store
         if store is None:
             raise self._error("closed", "the rendezvous was closed meanwhile")
-        announcing = [0, *sorted(greeting)]
+        announcing = [0, *sorted(with_hello)]
         eager = len(announcing) == self.spec.world_size
         group = self._group = ProcessGroup(self.spec, 0, store, device=device)
         try:
-            for rank in greeting:
+            for rank in with_hello:
                 store.set(_key(self.spec, "go", rank), json.dumps({"announcing": announcing, "eager": eager}))
             _build_bounded(group, announcing, eager, deadline)
         except Exception as error:
-            missing = (group.missing or set(members) - set(greeting)) if group.awaits_others else set()
+            missing = (group.missing or set(members) - set(with_hello)) if group.awaits_others else set()
             store = None
             _forget_locals(error)
             if isinstance(error, TimeoutError):
@@ -260,7 +263,7 @@ def join_group(
     where = f"{spec.master_address}:{spec.master_port}"
     store = enter_store(spec, started + spec.connect_timeout)
     try:
-        go = _greet(spec, rank, member, num_ranks, store, deadline)
+        go = _say_hello(spec, rank, member, num_ranks, store, deadline)
     except RuntimeError as error:
         raise rendezvous_error(
             spec.name,
@@ -285,7 +288,7 @@ def join_group(
     return GroupMember(group)
 
 
-def _greet(
+def _say_hello(
     spec: GroupSpec, rank: int, member: str, num_ranks: int | None, store: TCPStore, deadline: float
 ) -> dict[str, Any]:
     """Say hello and wait for the source's answer.
@@ -317,7 +320,7 @@ def _greet(
                 return answer
         pause(delay)
         delay = min(delay * 1.5, _POLL_LAST / 2)
-    raise RuntimeError(f"no word within {spec.join_timeout:g} s")
+    raise RuntimeError(f"no answer within {spec.join_timeout:g} s")
 
 
 def _build_bounded(group: ProcessGroup, announcing: Collection[int], eager: bool, deadline: float) -> None:
@@ -337,7 +340,7 @@ def _refuse(store: Store, spec: GroupSpec, reason: str) -> None:
                     store.set(_key(spec, "go", rank), json.dumps({"refused": reason}))
             store.set(given_up_key(spec), reason)
             store.check([given_up_key(spec)])  # an answer means that all of the above has been worked off
-            pause(FAREWELL)
+            pause(REFUSAL_SECONDS)
     except RuntimeError:
         logger.debug("group %s: the store failed while it was being closed", spec.name, exc_info=True)
     shut_store(spec)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from async_wsync.errors import BroadcastFailed
-from async_wsync.groups.gloo_wait import wait_for_gloo
+from async_wsync.groups.gloo import wait_for_gloo
 from async_wsync.groups.nccl import wait_until_completed
 from async_wsync.groups.process_group import ProcessGroup
 from async_wsync.groups.socket_watch import WATCH_INTERVAL, SocketWatch

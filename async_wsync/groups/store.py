@@ -74,11 +74,11 @@ def open_store(address: str, port: int, name: str, connect_timeout: float) -> TC
 
 def enter_store(spec: GroupSpec, deadline: float) -> TCPStore:
     """The source's store, as a client. ``deadline``: by time.monotonic(). Raises `RendezvousError` (phase "reach")."""
-    _knock(spec, deadline)
+    _check_listener(spec, deadline)
     return _enter(spec, deadline)
 
 
-def _knock(spec: GroupSpec, deadline: float) -> None:
+def _check_listener(spec: GroupSpec, deadline: float) -> None:
     """See that somebody listens: torch's client would retry for its whole timeout, and log a stack each time."""
     started = time.monotonic()
     while True:

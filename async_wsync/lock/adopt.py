@@ -29,8 +29,8 @@ class AdoptedLockServer(LockServer):
     def __init__(self, name: str, *, anonymous_ttl: float | None = None, **options: Any) -> None:
         super().__init__(name, **options)
         self._anonymous_ttl = math.inf if anonymous_ttl is None else anonymous_ttl
-        self._requests = (f"anonymous-{n}" for n in itertools.count(time.time_ns()))
-        self._request_id = next(self._requests)
+        self._claims = (f"anonymous-{n}" for n in itertools.count(time.time_ns()))
+        self._claim = next(self._claims)
         self._granted: str | None = None
 
     def acquire(self, poll: list[Any] | None = None) -> Any:
@@ -38,8 +38,8 @@ class AdoptedLockServer(LockServer):
         if poll is not None:
             return super().acquire(poll)
         reply = self._state.acquire(
-            self._request_id,
-            now=self._bury(),
+            self._claim,
+            now=self._drop_dead(),
             wall_ms=time.time_ns() // 1_000_000,
             who=Requester(label="a caller of acquire()"),
             ttl=self._anonymous_ttl,
@@ -49,8 +49,8 @@ class AdoptedLockServer(LockServer):
             return False
         granted = isinstance(reply, Granted)
         if granted:
-            self._granted = self._request_id
-        self._request_id = next(self._requests)  # the next old caller gets a claim of its own
+            self._granted = self._claim
+        self._claim = next(self._claims)  # the next old caller gets a claim of its own
         return granted
 
     def release(self, claim: str | None = None) -> Released:

@@ -23,8 +23,9 @@ class BroadcastLock:
     ``async with lock.hold(label="trainer") as held`` is the whole use; ``held.fence`` goes with every engine call.
 
     ``acquire_timeout``: limit of a `hold` that names none. ``warn_interval``: how often a wait logs whom it waits for.
-    ``release_timeout``: how long a release is waited for; unconfirmed, it is left to the lease. ``beacon``: keep a
-    small actor whose death tells of ours within 10 ms on other nodes too, rather than 1 to 2 s. Seconds, all of them.
+    ``release_timeout``: how long a release is waited for; unconfirmed, it is left to the lease. ``liveness_actor``:
+    keep a small actor that dies with this process, so that the server on another node notices that within 10 ms, not
+    within 1 to 2 s. Seconds, all of them.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class BroadcastLock:
         acquire_timeout: float = 600.0,
         warn_interval: float = 30.0,
         release_timeout: float = 5.0,
-        beacon: bool = False,
+        liveness_actor: bool = False,
     ) -> None:
         arguments.text("the name of a lock", name)
         arguments.text("namespace", namespace, none=True)
@@ -49,11 +50,11 @@ class BroadcastLock:
         for key, value in limits.items():
             arguments.seconds(key, value)
         arguments.seconds("ttl", ttl, none=True)
-        arguments.flag("beacon", beacon)
+        arguments.flag("liveness_actor", liveness_actor)
         self.name = name
         self.namespace = namespace
-        self._options: dict[str, Any] = {"ttl": ttl, "beacon": beacon, **limits}
-        self._link = ActorClient(name=name, namespace=namespace, handle=handle, beacon=beacon)
+        self._options: dict[str, Any] = {"ttl": ttl, "liveness_actor": liveness_actor, **limits}
+        self._link = ActorClient(name=name, namespace=namespace, handle=handle, liveness_actor=liveness_actor)
 
     @classmethod
     def create(
@@ -112,7 +113,7 @@ class BroadcastLock:
 
         ``label`` names the holder to people. ``timeout``: seconds to wait for it, 0 to try once. ``ttl``: a lease
         shorter than the lock's own. Raises `AcquireTimeout` (with the lock's status), `SelfDeadlock`,
-        `LockUnavailable`; on exit `LeaseLost` where the lease ended before the body did.
+        `LockUnavailable`; on exit `LeaseLost` if the lease ended before the body did.
         """
         limit = self._options["acquire_timeout"] if timeout is None else timeout
         arguments.seconds("timeout", limit, zero=True)

@@ -24,7 +24,7 @@ from async_wsync.lock.lease import LeaseRenewal
 from async_wsync.lock.messages import pack_poll, unpack
 from async_wsync.lock.state import Granted, Released, Waiting, Withdrawn
 from async_wsync.lock.status_text import describe_wait
-from async_wsync.lock.wake_up import Bell
+from async_wsync.lock.wake_up import WakeUpSocket
 from async_wsync.runtime.actor_client import ActorClient
 from async_wsync.runtime.cancellation import finish
 from async_wsync.runtime.object_refs import RemoteDied
@@ -152,8 +152,8 @@ class Hold:
         self._cancelling = task.cancelling()
         try:
             await self._link.ready(max(self._timeout, POLL_TIMEOUT))
-            with closing(Bell(self._link.host)) as bell:
-                await self._win(bell)
+            with closing(WakeUpSocket(self._link.host)) as waker:
+                await self._win(waker)
         except BaseException as error:
             if self._polled:
                 # Submitted before the next await: whatever happens now, the lock will not stay with us.
@@ -166,11 +166,11 @@ class Hold:
         self._renewal = LeaseRenewal(self._link, self._view, self._lose)
         return self
 
-    async def _win(self, bell: Bell) -> None:
+    async def _win(self, waker: WakeUpSocket) -> None:
         started = warned = time.monotonic()
         deadline = started + self._timeout
         while True:
-            step = await self._poll(bell, max(LAST_POLL, deadline - time.monotonic()))
+            step = await self._poll(waker, max(LAST_POLL, deadline - time.monotonic()))
             if isinstance(step, Held):
                 return
             if isinstance(step, Again):
@@ -187,15 +187,15 @@ class Hold:
             if now - warned >= self._warn_interval:
                 warned = now
                 logger.warning("%s", describe_wait(self._link.name, now - started, self._last_waiting))
-            await bell.wait(step.delay)
+            await waker.wait(step.delay)
 
-    async def _poll(self, bell: Bell, limit: float) -> Held | Retry | Again:
+    async def _poll(self, waker: WakeUpSocket, limit: float) -> Held | Retry | Again:
         view = self._view
         sent = time.monotonic()
         self._polled = True
         try:
             seen = _fences_seen.get(self._key, 0)
-            poll = pack_poll(view.claim, self._link.who(self.label), self._ttl, seen, bell.address)
+            poll = pack_poll(view.claim, self._link.who(self.label), self._ttl, seen, waker.address)
             *packed, known = await self._link.ask("acquire", poll, timeout=min(limit, POLL_TIMEOUT))
         except (TimeoutError, RemoteDied) as error:
             logger.debug("lock %r: no answer to a poll: %s", self._link.name, error)

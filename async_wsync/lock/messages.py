@@ -13,14 +13,20 @@ Reply = Granted | Waiting | Withdrawn | Renewed | LeaseOver
 
 
 def pack_poll(
-    claim: str, who: Requester, ttl: float | None, fence_seen: int, bell: tuple[str, int] | None
+    claim: str, who: Requester, ttl: float | None, fence_seen: int, wake_up_at: tuple[str, int] | None
 ) -> list[Any]:
-    return [claim, ttl, fence_seen, bell, who.label, who.host, who.pid, who.actor_id, who.client]
+    return [claim, ttl, fence_seen, wake_up_at, who.label, who.host, who.pid, who.actor_id, who.client]
 
 
 def unpack_poll(poll: list[Any]) -> tuple[str, Requester, float | None, int, tuple[str, int] | None]:
-    claim, ttl, fence_seen, bell, label, host, pid, actor_id, client = poll
-    return claim, Requester(label=label, host=host, pid=pid, actor_id=actor_id, client=client), ttl, fence_seen, bell
+    claim, ttl, fence_seen, wake_up_at, label, host, pid, actor_id, client = poll
+    return (
+        claim,
+        Requester(label=label, host=host, pid=pid, actor_id=actor_id, client=client),
+        ttl,
+        fence_seen,
+        wake_up_at,
+    )
 
 
 def pack(reply: Reply) -> list[Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from async_wsync.lock.messages import pack, unpack_poll
 from async_wsync.lock.state import LockState, Released
-from async_wsync.lock.wake_up import ring
+from async_wsync.lock.wake_up import wake_up
 from async_wsync.runtime.liveness import ClientIdentity, LivenessWatch
 
 __all__ = ["LockServer"]
@@ -40,58 +40,64 @@ class LockServer:
             last_now=now,
         )
         self._liveness = LivenessWatch(pidfds=pidfds, memory=2 * ttl + 60.0)
-        self._rung: tuple[str, tuple[str, int]] | None = None  # who was told last: once for each turn
+        self._woken: tuple[str, tuple[str, int]] | None = None  # who was told last: once for each turn
 
     def acquire(self, poll: list[Any]) -> list[Any]:
         """One packed poll; answers with the packed reply, and whether the client is watched (else it calls `watch`)."""
-        claim, who, ttl, fence_seen, bell = unpack_poll(poll)
-        now = self._bury()
+        claim, who, ttl, fence_seen, wake_up_at = unpack_poll(poll)
+        now = self._drop_dead()
         self._liveness.heard(who.client)
         reply = self._state.acquire(
-            claim, now=now, wall_ms=time.time_ns() // 1_000_000, who=who, ttl=ttl, fence_seen=fence_seen, bell=bell
+            claim,
+            now=now,
+            wall_ms=time.time_ns() // 1_000_000,
+            who=who,
+            ttl=ttl,
+            fence_seen=fence_seen,
+            wake_up_at=wake_up_at,
         )
-        self._ring(now)
+        self._wake_next(now)
         return [*pack(reply), self._liveness.knows(who.client)]
 
     def heartbeat(self, claim: str, client: str, stage: str | None, fence: int) -> list[Any]:
-        now = self._bury()
+        now = self._drop_dead()
         self._liveness.heard(client)
         reply = self._state.heartbeat(claim, now=now, stage=stage, fence=fence)
-        self._ring(now)
+        self._wake_next(now)
         return [*pack(reply), self._liveness.knows(client)]
 
     def release(self, claim: str) -> Released:
-        now = self._bury()
+        now = self._drop_dead()
         found = self._state.release(claim, now=now)
-        self._ring(now)
+        self._wake_next(now)
         return found
 
     def revoke(self, claim: str) -> bool:
         """Take the lock from a claim, dead or alive; True if it held."""
-        now = self._bury()
+        now = self._drop_dead()
         held = self._state.revoke(claim, now=now, why="revoked by hand")
-        self._ring(now)
+        self._wake_next(now)
         return held
 
-    def watch(self, identity: ClientIdentity, refs: list[Any], beacon: Any = None) -> None:
+    def watch(self, identity: ClientIdentity, refs: list[Any], liveness_actor: Any = None) -> None:
         """Notice this client's death from here on. ``refs``: at most one reference, owned by the client."""
-        self._liveness.watch(identity, refs[0] if refs else None, beacon)
+        self._liveness.watch(identity, refs[0] if refs else None, liveness_actor)
 
     def status(self) -> dict[str, Any]:
         """`LockState.status`, with the server's own pid, whether it has restarted, and how the holder is watched."""
-        status = self._state.status(self._bury())
+        status = self._state.status(self._drop_dead())
         if self._state.holder is not None:
             status["holder"]["watched_by"] = self._liveness.how(self._state.holder.who.client)
         return {"name": self._name, "server_pid": os.getpid(), "restarted": self._restarted, **status}
 
-    def _ring(self, now: float) -> None:
+    def _wake_next(self, now: float) -> None:
         """Tell the waiter whose turn it now is."""
-        waiter = self._state.to_ring(now)
-        if waiter is not None and waiter != self._rung:
-            ring(waiter[1])
-        self._rung = waiter
+        waiter = self._state.to_wake_up(now)
+        if waiter is not None and waiter != self._woken:
+            wake_up(waiter[1])
+        self._woken = waiter
 
-    def _bury(self) -> float:
+    def _drop_dead(self) -> float:
         """Act on the deaths that the watchers saw; returns now."""
         now = time.monotonic()
         for client, why in self._liveness.drain():

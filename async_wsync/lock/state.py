@@ -1,4 +1,4 @@
-"""Requester has the lock, who waits, and under which fence: a state machine without clock, Ray or randomness.
+"""Who holds the lock, who waits, and under which fence: a state machine without clock, Ray or randomness.
 
 ``now`` is a monotonic time in seconds that never goes back within one instance; ``wall_ms`` the wall clock in
 milliseconds, used for fences only. Every method is total: it answers for any claim at any time, and an answer
@@ -32,36 +32,38 @@ CAP_DELAY = 0.25
 FIRST_DELAY = 0.003
 
 
-PATIENCE = 1 / 20
+FIRST_SHARE = 1 / 20
 
 
-PATIENCE_CAP = 0.05
+FIRST_CAP = 0.05
 
 
-#: A waiter with a bell is told of its turn, so that its polls only keep its place, and make up for a lost datagram.
-BELL_FIRST_DELAY = 0.02
+#: A waiter with an address to wake it up at is told of its turn: its polls only keep its place, and make up for a
+#: lost datagram.
+WOKEN_FIRST_DELAY = 0.02
 
 
-BELL_DELAY = 0.1
+WOKEN_DELAY = 0.1
 
 
 #: So many polls in a second, the server can answer on the side, whoever waits: the more wait, the less often each
-#: polls. Those near their turn come more often than their share, the first CROWD as often as if they were alone.
+#: polls. Those near their turn come more often than their share, the first
+#: FULL_RATE_WAITERS as often as if they were alone.
 POLLS_PER_SECOND = 400
 
 
-CROWD = 100
+FULL_RATE_WAITERS = 100
 
 
 #: The weight of the newest hold in the length that is expected of the next.
 NEWEST = 0.3
 
 
-#: Tombstones outlive any message that is still on its way.
-TOMBSTONE_SECONDS = 600.0
+#: A claim that is over is remembered for longer than any message about it can be on its way.
+ENDED_SECONDS = 600.0
 
 
-MAX_TOMBSTONES = 20_000
+MAX_ENDED = 20_000
 
 
 MAX_DEAD = 2_000
@@ -129,15 +131,15 @@ class _Holder:
 
 @dataclass(slots=True, kw_only=True)
 class _Waiter:
-    """``ticket``: the order of first polls. ``expected``: when it was told to poll again, at the latest."""
+    """``number``: the order of first polls. ``expected``: when it was told to poll again, at the latest."""
 
     claim: str
     who: Requester
-    ticket: int
+    number: int
     since: float
     last_poll: float
     expected: float
-    bell: tuple[str, int] | None = None
+    wake_up_at: tuple[str, int] | None = None
 
 
 @dataclass(slots=True)
@@ -151,15 +153,15 @@ class LockState:
     waiter_silence: float = 3.0
     holder: _Holder | None = None
     waiters: dict[str, _Waiter] = field(default_factory=dict)
-    tombstones: OrderedDict[str, tuple[str, float]] = field(default_factory=OrderedDict)
+    ended: OrderedDict[str, tuple[str, float]] = field(default_factory=OrderedDict)
     dead_clients: OrderedDict[str, str] = field(default_factory=OrderedDict)
     last_fence: int = 0
     num_grants: int = 0
     transitions: deque[tuple[float, str, str, str, int]] = field(default_factory=lambda: deque(maxlen=32))
     last_now: float = 0.0
     typical_hold: float = 0.0
-    _requests: list[int] = field(default_factory=list)  # of the waiters, rising: where one stands in it is its position
-    _next_ticket: int = 0
+    _numbers: list[int] = field(default_factory=list)  # of the waiters, rising: where one stands in it is its position
+    _next_number: int = 0
     _next_expiry: float = math.inf  # no waiter is too late before
 
     # ------------------------------------------------------------------------------ the four verbs
@@ -174,17 +176,17 @@ class LockState:
         ttl: float | None = None,
         fence_seen: int = 0,
         unbounded: bool = False,
-        bell: tuple[str, int] | None = None,
+        wake_up_at: tuple[str, int] | None = None,
     ) -> Granted | Waiting | Withdrawn:
         """Poll. The first poll queues, later ones keep the place; polling a held claim renews its lease.
 
         ``unbounded``: let ``ttl`` be longer than the lock's own, for holders that cannot send heartbeats.
-        ``bell``: where the waiter is told that it is its turn, see `to_ring`.
+        ``wake_up_at``: where the waiter is told that it is its turn, see `to_wake_up`.
         """
         self._tick(now)
         self._see(fence_seen)
-        if claim in self.tombstones:
-            return Withdrawn(reason=self.tombstones[claim][0])
+        if claim in self.ended:
+            return Withdrawn(reason=self.ended[claim][0])
         if who.client in self.dead_clients:  # a last poll that outlived its sender
             return Withdrawn(reason=self.dead_clients[who.client])
         if self.holder is not None and self.holder.claim == claim:
@@ -193,7 +195,7 @@ class LockState:
         waiter = self.waiters.get(claim)
         if waiter is None:
             waiter = self._enqueue(claim, who, now)
-        waiter.last_poll, waiter.bell = now, bell
+        waiter.last_poll, waiter.wake_up_at = now, wake_up_at
         if self.holder is None and now >= self.quarantine_until and next(iter(self.waiters)) == claim:
             lease = self.ttl if ttl is None else ttl
             return self._grant(waiter, now, wall_ms, lease if unbounded else min(lease, self.ttl))
@@ -205,9 +207,7 @@ class LockState:
         self._see(fence)
         holder = self.holder
         if holder is None or holder.claim != claim:
-            return LeaseOver(
-                reason=self.tombstones[claim][0] if claim in self.tombstones else "unknown to this lock server"
-            )
+            return LeaseOver(reason=self.ended[claim][0] if claim in self.ended else "unknown to this lock server")
         holder.lease_end = now + holder.ttl
         if stage is not None and stage != holder.stage:
             holder.stage, holder.stage_at = stage, now
@@ -220,14 +220,14 @@ class LockState:
             self.typical_hold += NEWEST * (now - self.holder.since - self.typical_hold)
             self._end("released", now)
             return Released.RELEASED
-        if claim in self.tombstones:
-            reason = self.tombstones[claim][0]
+        if claim in self.ended:
+            reason = self.ended[claim][0]
             if reason == "released":
                 return Released.RELEASED
             return Released.NOT_HELD if reason == "withdrawn" else Released.EXPIRED
         self._dequeue(claim)
         # Also for a claim never heard of: its poll may still be on its way.
-        self._bury(claim, "withdrawn", now)
+        self._remember(claim, "withdrawn", now)
         return Released.NOT_HELD
 
     def revoke(self, claim: str, *, now: float, why: str = "revoked") -> bool:
@@ -246,7 +246,7 @@ class LockState:
             self.dead_clients.popitem(last=False)
         for waiter in [w for w in self.waiters.values() if w.who.client == client]:
             self._dequeue(waiter.claim)
-            self._bury(waiter.claim, why, now)
+            self._remember(waiter.claim, why, now)
         if self.holder is None or self.holder.who.client != client:
             return False
         self._end(why, now)
@@ -274,12 +274,12 @@ class LockState:
             ],
         }
 
-    def to_ring(self, now: float) -> tuple[str, tuple[str, int]] | None:
-        """The claim that would be granted if it polled now, and its bell, if it has one."""
+    def to_wake_up(self, now: float) -> tuple[str, tuple[str, int]] | None:
+        """The claim that would be granted if it polled now, and the address to wake it up at, if it has one."""
         if self.holder is not None or now < self.quarantine_until or not self.waiters:
             return None
         first = next(iter(self.waiters.values()))
-        return None if first.bell is None else (first.claim, first.bell)
+        return None if first.wake_up_at is None else (first.claim, first.wake_up_at)
 
     def active_clients(self) -> set[str]:
         """The processes that hold or wait: those worth watching."""
@@ -291,7 +291,7 @@ class LockState:
     # ------------------------------------------------------------------------------ moves
 
     def _tick(self, now: float) -> None:
-        """Whatever time alone brings: a lapsed lease, silent waiters, old tombstones."""
+        """Whatever time alone brings: a lapsed lease, silent waiters, claims that ended long ago."""
         if self.holder is not None and now > self.holder.lease_end:
             self._end("lease lapsed", now)
         if now - self.last_now > self.waiter_silence / 2:
@@ -301,30 +301,28 @@ class LockState:
         self.last_now = now
         if now > self._next_expiry:
             self._drop_silent(now)
-        while self.tombstones and (
-            len(self.tombstones) > MAX_TOMBSTONES or next(iter(self.tombstones.values()))[1] < now - TOMBSTONE_SECONDS
-        ):
-            self.tombstones.popitem(last=False)
+        while self.ended and (len(self.ended) > MAX_ENDED or next(iter(self.ended.values()))[1] < now - ENDED_SECONDS):
+            self.ended.popitem(last=False)
 
     def _drop_silent(self, now: float) -> None:
         limit = now - self.waiter_silence
         for waiter in [w for w in self.waiters.values() if w.expected < limit]:
-            self._dequeue(waiter.claim)  # no tombstone: it may come back, to the end of the queue
+            self._dequeue(waiter.claim)  # not in `ended`: it may come back, to the end of the queue
             self._note(now, "waiter went silent", waiter.claim, waiter.who.label)
         self._next_expiry = min((w.expected for w in self.waiters.values()), default=math.inf) + self.waiter_silence
 
     def _enqueue(self, claim: str, who: Requester, now: float) -> _Waiter:
-        ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
-        self._requests.append(ticket)
+        number, self._next_number = self._next_number, self._next_number + 1
+        self._numbers.append(number)
         waiter = self.waiters[claim] = _Waiter(
-            claim=claim, who=who, ticket=ticket, since=now, last_poll=now, expected=now
+            claim=claim, who=who, number=number, since=now, last_poll=now, expected=now
         )
         return waiter
 
     def _dequeue(self, claim: str) -> None:
         waiter = self.waiters.pop(claim, None)
         if waiter is not None:
-            del self._requests[bisect.bisect_left(self._requests, waiter.ticket)]
+            del self._numbers[bisect.bisect_left(self._numbers, waiter.number)]
 
     def _grant(self, waiter: _Waiter, now: float, wall_ms: int, ttl: float) -> Granted:
         self._dequeue(waiter.claim)
@@ -350,11 +348,11 @@ class LockState:
     def _end(self, why: str, now: float) -> None:
         assert self.holder is not None
         holder, self.holder = self.holder, None
-        self._bury(holder.claim, why, now)
+        self._remember(holder.claim, why, now)
         self._note(now, why, holder.claim, holder.who.label, holder.fence)
 
-    def _bury(self, claim: str, why: str, now: float) -> None:
-        self.tombstones[claim] = (why, now)
+    def _remember(self, claim: str, why: str, now: float) -> None:
+        self.ended[claim] = (why, now)
 
     def _see(self, fence: int) -> None:
         self.last_fence = max(self.last_fence, fence)
@@ -363,10 +361,10 @@ class LockState:
         self.transitions.append((now, what, claim, label, fence))
 
     def _waiting(self, waiter: _Waiter, now: float) -> Waiting:
-        position = bisect.bisect_left(self._requests, waiter.ticket)
+        position = bisect.bisect_left(self._numbers, waiter.number)
         delay = self._delay(position, now)
-        if waiter.bell is not None:
-            delay = max(delay, BELL_DELAY if position else BELL_FIRST_DELAY)
+        if waiter.wake_up_at is not None:
+            delay = max(delay, WOKEN_DELAY if position else WOKEN_FIRST_DELAY)
         delay = min(delay, max(CAP_DELAY, len(self.waiters) / POLLS_PER_SECOND))
         waiter.expected = now + delay
         self._next_expiry = min(self._next_expiry, waiter.expected + self.waiter_silence)
@@ -379,13 +377,13 @@ class LockState:
 
     def _delay(self, position: int, now: float) -> float:
         """Seconds to the next poll. Polls in vain cost everybody, so that only who is due soon polls often."""
-        apart = BASE_DELAY * max(1.0, len(self.waiters) / CROWD)
+        apart = BASE_DELAY * max(1.0, len(self.waiters) / FULL_RATE_WAITERS)
         if now < self.quarantine_until:
             return max(BASE_DELAY, (self.quarantine_until - now) / 4) * (1 + position)
         held_for = now - self.holder.since if self.holder is not None else 0.0
         left = max(0.0, self.typical_hold - held_for)
         if position == 0:
-            return max(FIRST_DELAY, min(PATIENCE_CAP, left / 2 if left > FIRST_DELAY else PATIENCE * held_for))
+            return max(FIRST_DELAY, min(FIRST_CAP, left / 2 if left > FIRST_DELAY else FIRST_SHARE * held_for))
         return max(apart * (1 + position), (left + position * self.typical_hold) / 2)
 
     def _describe_holder(self, now: float) -> dict[str, Any] | None:

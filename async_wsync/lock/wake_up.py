@@ -1,7 +1,7 @@
 """The lock server tells the next in turn that the lock is free: one empty datagram, and the waiter polls at once.
 
-It is a hint and no more. Polls go on without it, only further apart, so that a datagram that a firewall drops costs
-some milliseconds, and one that a stranger sends costs one poll.
+It is only a hint: the waiter goes on polling, further apart. A datagram that a firewall drops costs some milliseconds,
+and one that somebody else sends costs one poll.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import asyncio
 import logging
 import socket
 
-__all__ = ["Bell", "ring"]
+__all__ = ["WakeUpSocket", "wake_up"]
 
 logger = logging.getLogger(__name__)
 
 Address = tuple[str, int]
 
 
-class Bell:
-    """A waiter's end. ``host``: the address under which the lock server's node reaches this one. Without a socket to
-    spare it never rings."""
+class WakeUpSocket:
+    """A waiter's end. ``host``: the address under which the lock server's node reaches this one. If the process can
+    open no more sockets, `wait` always takes its whole delay."""
 
     def __init__(self, host: str) -> None:
         self.address: Address | None = None
@@ -30,18 +30,18 @@ class Bell:
             self._socket.bind(("", 0))
             self.address = (host, self._socket.getsockname()[1])
         except OSError as error:
-            logger.debug("polling without a bell: %s", error)
+            logger.debug("no socket to be woken up at, so this waiter only polls: %s", error)
 
     async def wait(self, delay: float) -> None:
-        """Until it rings, or ``delay`` seconds have passed."""
+        """Wait for a datagram, ``delay`` seconds at most."""
         if self._socket is None:
             await asyncio.sleep(delay)
             return
         loop = asyncio.get_running_loop()
-        rung = loop.create_future()
-        loop.add_reader(self._socket, self._heard, self._socket, rung)
+        woken = loop.create_future()
+        loop.add_reader(self._socket, self._receive, self._socket, woken)
         try:
-            await asyncio.wait([rung], timeout=delay)
+            await asyncio.wait([woken], timeout=delay)
         finally:
             loop.remove_reader(self._socket)
 
@@ -49,17 +49,17 @@ class Bell:
         if self._socket is not None:
             self._socket.close()
 
-    def _heard(self, bell: socket.socket, rung: asyncio.Future[None]) -> None:
+    def _receive(self, waker: socket.socket, woken: asyncio.Future[None]) -> None:
         try:
-            bell.recv(1)
+            waker.recv(1)
         except OSError:
             return  # a datagram of ours that could not be delivered, or one with a wrong checksum
-        if not rung.done():
-            rung.set_result(None)
+        if not woken.done():
+            woken.set_result(None)
 
 
-def ring(address: Address) -> None:
-    """The server's end. Never waits, and never fails: who is not reached polls later."""
+def wake_up(address: Address) -> None:
+    """The server's end. Never waits, and never fails: a waiter that is not reached polls later."""
     try:
         with socket.socket(_family(address[0]), socket.SOCK_DGRAM) as sender:
             sender.setblocking(False)

@@ -35,7 +35,7 @@ class UpdateRound:
         self.name = name
         self.namespace = namespace
         self._num_sources = num_sources
-        self._link = ActorClient(name=name, namespace=namespace, handle=handle, beacon=False, what="round")
+        self._link = ActorClient(name=name, namespace=namespace, handle=handle, liveness_actor=False, what="round")
 
     @classmethod
     def create(

@@ -21,8 +21,8 @@ class RoundServer:
         self._liveness = LivenessWatch()
         self._manifests: dict[str, dict[str, bytes]] = {}
 
-    def watch(self, identity: ClientIdentity, refs: list[Any], beacon: Any = None) -> None:
-        self._liveness.watch(identity, refs[0] if refs else None, beacon)
+    def watch(self, identity: ClientIdentity, refs: list[Any], liveness_actor: Any = None) -> None:
+        self._liveness.watch(identity, refs[0] if refs else None, liveness_actor)
 
     def join(
         self,

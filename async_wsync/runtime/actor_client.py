@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from async_wsync.errors import LockError, LockUnavailable
-from async_wsync.runtime.liveness import Beacon, ClientIdentity, own_identity
+from async_wsync.runtime.liveness import ClientIdentity, LivenessActor, own_identity
 from async_wsync.runtime.object_refs import (
     RemoteDied,
     RemoteRaised,
@@ -43,12 +43,12 @@ SUCCESSION, SUCCESSION_INTERVAL = 3.0, 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Identity:
-    """This process, to one lock server. ``ref`` and ``beacon`` die with the process."""
+    """This process, to one lock server. ``ref`` and ``liveness_actor`` die with the process."""
 
     key: tuple[int, str]
     identity: ClientIdentity
     ref: Any
-    beacon: Any
+    liveness_actor: Any
     host: str
     actor_id: str
 
@@ -56,12 +56,14 @@ class _Identity:
 class ActorClient:
     """Looks the actor up at first use, off the loop, and registers this process for the server's liveness."""
 
-    def __init__(self, *, name: str, namespace: str | None, handle: Any, beacon: bool, what: str = "lock") -> None:
+    def __init__(
+        self, *, name: str, namespace: str | None, handle: Any, liveness_actor: bool, what: str = "lock"
+    ) -> None:
         self.name = name
         self.what = what
         self.namespace = namespace
         self.handle = handle
-        self.beacon = beacon
+        self.liveness_actor = liveness_actor
         self._identity: _Identity | None = None
         self._guard = threading.Lock()
         self._setup: Future[None] | None = None
@@ -80,7 +82,7 @@ class ActorClient:
             start_daemon(self._look_after, self.handle, name=f"wsync-{self.what}-found")
 
     async def ready(self, timeout: float) -> None:
-        """Raises `LockUnavailable` where there is no lock of this name, or Ray does not answer in time, or at all."""
+        """Raises `LockUnavailable` if there is no actor of this name, or if Ray does not answer within ``timeout``."""
         if not ray_is_up():  # each call of Ray below would start a cluster
             raise LockUnavailable(
                 f"{self.what} {self.name!r}: Ray is not running in this process: ray.init() comes first"
@@ -133,10 +135,10 @@ class ActorClient:
         """Ask the server to notice our death. Its answer is not waited for: the next poll tells if it is missing."""
         me = self._identity
         assert me is not None
-        self.submit("watch", me.identity, [me.ref], me.beacon)
+        self.submit("watch", me.identity, [me.ref], me.liveness_actor)
 
     async def ask(self, method: str, *args: Any, timeout: float) -> Any:
-        """Call the server. Raises TimeoutError, RemoteDied where it may come back, `LockUnavailable` where not."""
+        """Call the server. Raises TimeoutError, RemoteDied if it may come back, else `LockUnavailable`."""
         handle = self.handle
         try:
             answer = await self.answer(submit(getattr(handle, method), *args), timeout=timeout)
@@ -148,7 +150,7 @@ class ActorClient:
         return answer
 
     def submit(self, method: str, *args: Any) -> Any:
-        """Send a call; the reference to its answer. Raises nothing, also where Ray was shut down."""
+        """Send a call; the reference to its answer. Raises nothing, even if Ray was shut down."""
         return submit(getattr(self.handle, method), *args)
 
     def let_go(self) -> None:
@@ -244,7 +246,7 @@ class ActorClient:
             identity=own_identity(uuid.uuid4().hex),
             ref=ray.put(b"wsync lock client"),
             # An actor dies with its owner.
-            beacon=ray.remote(Beacon).options(num_cpus=0).remote() if self.beacon else None,
+            liveness_actor=ray.remote(LivenessActor).options(num_cpus=0).remote() if self.liveness_actor else None,
             host=node_address(),
             actor_id=ray.get_runtime_context().get_actor_id() or "",
         )

@@ -1,7 +1,7 @@
 """How the lock server learns that a holder's process is gone, fastest first.
 
 - On the same machine: a pidfd. The kernel tells within milliseconds, and is never wrong.
-- With a beacon (a small actor that the client owns and that dies with it): about 10 ms, any node.
+- With a `LivenessActor` (a small actor that the client owns and that dies with it): about 10 ms, on any node.
 - Everywhere: a Ray reference that the client owns. Asking for its value fails 1 to 2 s after the owner's death.
 
 A stopped process or a cut link shows in none of them: that is what leases are for.
@@ -24,7 +24,7 @@ from typing import Any
 from async_wsync.runtime.object_refs import RemoteDied, remote_error
 from async_wsync.runtime.threads import start_daemon
 
-__all__ = ["Beacon", "ClientIdentity", "LivenessWatch", "own_identity"]
+__all__ = ["ClientIdentity", "LivenessActor", "LivenessWatch", "own_identity"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ REF_TIMEOUT = 1.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientIdentity:
-    """A process, as another process on its machine can recognise it. ``machine`` is empty where it cannot."""
+    """A process, as another process on its machine can recognise it. ``machine`` is empty if it cannot be."""
 
     client: str
     pid: int = 0
@@ -42,7 +42,7 @@ class ClientIdentity:
     started: str = ""
 
 
-class Beacon:
+class LivenessActor:
     """Lives as long as its owner. The server's call to `wait` never returns; it fails when the owner dies."""
 
     def ready(self) -> None: ...
@@ -84,7 +84,7 @@ class LivenessWatch:
         self._dead: deque[tuple[str, str]] = deque()
         self._known: dict[str, ClientIdentity] = {}
         self._refs: dict[str, Any] = {}
-        self._beacons: dict[str, Any] = {}
+        self._actors: dict[str, Any] = {}
         self._heard: dict[str, float] = {}
         self._ways: dict[str, list[str]] = {}
         self._memory = memory
@@ -101,30 +101,31 @@ class LivenessWatch:
             self._wake.set()
 
     def how(self, client: str) -> list[str]:
-        """The ways in which this client's death would be noticed, of "pid", "beacon" and "ref"."""
+        """The ways in which this client's death would be noticed, of "pid", "liveness_actor" and "ref"."""
         return list(self._ways.get(client, ()))
 
-    def watch(self, identity: ClientIdentity, ref: Any, beacon: Any) -> None:
-        """Start watching. Of no effect for a client that is known."""
+    def watch(self, identity: ClientIdentity, ref: Any, liveness_actor: Any) -> None:
+        """Start watching ``identity``. A client that is watched already stays watched as it is."""
         if identity.client in self._known:
             return
         self._known[identity.client] = identity
         ways = self._ways[identity.client] = []
         if self._pids is not None and identity.machine and identity.machine == _machine() and self._pids.add(identity):
             ways.append("pid")
-        if beacon is not None:
-            # The server owns these references, so that their failure is the beacon's death and not the client's word.
-            ready = beacon.ready.remote()
+        if liveness_actor is not None:
+            # The server owns these references, so that their failure is that actor's death and not the
+            # client's word.
+            ready = liveness_actor.ready.remote()
             ready.future().add_done_callback(lambda future: _add_way(ways, future))
-            call = beacon.wait.remote()
-            call.future().add_done_callback(lambda future: self._beacon_fell(identity.client, future))
-            self._beacons[identity.client] = (beacon, ready, call)
+            call = liveness_actor.wait.remote()
+            call.future().add_done_callback(lambda future: self._actor_died(identity.client, future))
+            self._actors[identity.client] = (liveness_actor, ready, call)
         if ref is not None and not ways:
             ways.append("ref")
             self._refs[identity.client] = ref
             self.heard(identity.client)
             if self._ref_thread is None:
-                self._ref_thread = start_daemon(self._ask_refs, name="wsync-lock-obituaries")
+                self._ref_thread = start_daemon(self._ask_refs, name="wsync-lock-references")
 
     def drain(self) -> list[tuple[str, str]]:
         """(client, how it was seen) for each death since the last call."""
@@ -136,7 +137,7 @@ class LivenessWatch:
         for client, _ in dead:
             self._known.pop(client, None)
             self._refs.pop(client, None)
-            self._beacons.pop(client, None)
+            self._actors.pop(client, None)
             self._heard.pop(client, None)
             self._ways.pop(client, None)
         return dead
@@ -145,13 +146,13 @@ class LivenessWatch:
         logger.info("lock client %s: %s", client, why)
         self._dead.append((client, why))
 
-    def _beacon_fell(self, client: str, future: Future[Any]) -> None:
+    def _actor_died(self, client: str, future: Future[Any]) -> None:
         error = None if future.cancelled() else future.exception()
         if error is None:
             return
         neutral = remote_error(error)
         if isinstance(neutral, RemoteDied) and neutral.certain:
-            self._report(client, "its process died (beacon)")
+            self._report(client, "its process died (its actor is gone)")
 
     def _ask_refs(self) -> None:
         pause = threading.Event()  # never set
@@ -170,7 +171,7 @@ class LivenessWatch:
 
 def _add_way(ways: list[str], ready: Future[Any]) -> None:
     if not ready.cancelled() and ready.exception() is None:
-        ways.append("beacon")
+        ways.append("liveness_actor")
 
 
 def _owner_died(ref: Any) -> bool:
@@ -192,7 +193,7 @@ class _PidWatch:
         self._thread: threading.Thread | None = None
 
     def add(self, identity: ClientIdentity) -> bool:
-        """Watch; False where this process may not."""
+        """Watch this process. False if we are not allowed to."""
         try:
             fd = os.pidfd_open(identity.pid)
         except ProcessLookupError:

@@ -16,9 +16,9 @@ from tests.support.lock_scenarios import (
     Figures,
     added,
     contention,
-    crowd,
     kill_holders,
     kill_server,
+    many_waiters,
     percentile,
     stop_holders,
 )
@@ -41,7 +41,7 @@ async def test_sixteen_processes_take_turns(ray_cluster: Any, report_figures: Re
 async def test_two_thousand_waiters_are_served_a_hundred_times_a_second(
     ray_cluster: Any, report_figures: Report
 ) -> None:
-    figures = await crowd(2000, 500)
+    figures = await many_waiters(2000, 500)
     report_figures(figures)
     assert figures.facts["waiters"] == 2000
     assert sum(figures.seconds) / figures.facts["handovers"] <= 0.010 * SLACK
@@ -65,7 +65,7 @@ async def test_three_thousand_holds_are_cancelled_at_random_instants(ray_cluster
     assert figures.facts["cancelled"] > 1000
 
 
-@pytest.mark.parametrize(("way", "limit", "at_once"), [("pid", 0.2, 1), ("ref", 2.5, 4), ("beacon", 0.2, 1)])
+@pytest.mark.parametrize(("way", "limit", "at_once"), [("pid", 0.2, 1), ("ref", 2.5, 4), ("liveness_actor", 0.2, 1)])
 async def test_a_hundred_holders_are_killed(
     ray_cluster: Any, way: str, limit: float, at_once: int, report_figures: Report
 ) -> None:

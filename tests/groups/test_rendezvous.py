@@ -319,7 +319,7 @@ async def test_a_greeting_of_nonsense_ends_the_rendezvous_and_names_its_rank(fle
     (peer,) = fleet.peers(1)
     rendezvous = await opened(2)
     await peer.ask("write", rendezvous.spec, "hello/1", greeting)
-    with pytest.raises(RendezvousError, match=r"rank 1 \(engine-1\) greeted with nonsense"):
+    with pytest.raises(RendezvousError, match=r"rank 1 \(engine-1\) said a hello that cannot be read"):
         await complete(rendezvous, [peer])
 
 

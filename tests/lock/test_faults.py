@@ -20,7 +20,7 @@ async def test_the_lock_passes_from_hand_to_hand_in_order(ray_cluster: Any) -> N
     assert figures.p(0.5) < 0.5
 
 
-@pytest.mark.parametrize(("way", "limit", "actors"), [("pid", 2.0, 4), ("ref", 10.0, 2), ("beacon", 2.0, 2)])
+@pytest.mark.parametrize(("way", "limit", "actors"), [("pid", 2.0, 4), ("ref", 10.0, 2), ("liveness_actor", 2.0, 2)])
 async def test_a_killed_holder_is_noticed(ray_cluster: Any, way: str, limit: float, actors: int) -> None:
     figures = await kill_holders(ray_cluster, actors, 1, way=way)
     print(figures.row())

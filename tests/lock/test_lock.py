@@ -25,7 +25,7 @@ from async_wsync.testing.locks import BoolLockActor
 from tests.support.actors import killed
 from tests.support.cluster import ROOT
 from tests.support.lock_actors import Source
-from tests.support.lock_scenarios import crowd
+from tests.support.lock_scenarios import many_waiters
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -91,7 +91,7 @@ async def test_waiters_are_served_in_the_order_they_came(lock: BroadcastLock) ->
 
 
 async def test_a_thousand_waiters_slow_nobody_down() -> None:
-    figures = await crowd(1000, 200, limit=15.0)
+    figures = await many_waiters(1000, 200, limit=15.0)
     assert figures.facts["waiters"] == 1000
     # 100 in a second are promised; the rest is for a busy machine. It was 4 when every waiter polled as if alone.
     assert figures.facts["handovers"] / sum(figures.seconds) > 25

@@ -197,13 +197,13 @@ def test_the_status_is_plain_data_that_names_everybody(lock: Driver) -> None:
     assert [t["what"] for t in status["transitions"]] == ["granted"]
 
 
-def test_tombstones_are_forgotten_in_the_end(lock: Driver) -> None:
+def test_claims_that_ended_are_forgotten_in_the_end(lock: Driver) -> None:
     for n in range(50):
         lock.release(str(n))
-    assert len(lock.state.tombstones) == 50
+    assert len(lock.state.ended) == 50
     lock.now += 601
     lock.release("last")
-    assert list(lock.state.tombstones) == ["last"]
+    assert list(lock.state.ended) == ["last"]
 
 
 def test_the_first_waiter_polls_fast_behind_a_short_hold_and_calmly_behind_a_long_one(lock: Driver) -> None:
@@ -232,15 +232,15 @@ def test_waiters_poll_most_when_their_turn_is_near(lock: Driver) -> None:
     assert isinstance(lock.poll("b"), Granted)
 
 
-@pytest.mark.parametrize("bell", [None, ("192.0.2.7", 4711)])
+@pytest.mark.parametrize("wake_up_at", [None, ("192.0.2.7", 4711)])
 @pytest.mark.parametrize("waiters", [10, 100, 400, 2_000, 20_000])
 def test_however_many_wait_their_polls_leave_the_server_time(
-    lock: Driver, waiters: int, bell: tuple[str, int] | None
+    lock: Driver, waiters: int, wake_up_at: tuple[str, int] | None
 ) -> None:
     lock.poll("holder")
     for n in range(waiters):
-        lock.poll(f"waiter {n}", bell=bell)
-    delays = [lock.poll(f"waiter {n}", bell=bell).retry_after for n in range(waiters)]
+        lock.poll(f"waiter {n}", wake_up_at=wake_up_at)
+    delays = [lock.poll(f"waiter {n}", wake_up_at=wake_up_at).retry_after for n in range(waiters)]
     assert sum(1 / poll_delay(delay, 0.5) for delay in delays) < 2_000  # it answers 3 000 in a second
     assert delays[1] <= 0.1 * max(1, waiters / 500)
 
@@ -317,37 +317,37 @@ def test_delays_stay_within_their_bounds() -> None:
 # ------------------------------------------------------------------------------ who is told of its turn
 
 
-BELL = ("192.0.2.7", 4711)
+ADDRESS = ("192.0.2.7", 4711)
 
 
-def test_the_bell_of_the_first_waiter_is_to_ring_once_the_lock_is_free(lock: Driver) -> None:
+def test_the_first_waiter_is_woken_up_once_the_lock_is_free(lock: Driver) -> None:
     lock.poll("a")
-    lock.poll("b", bell=BELL)
-    lock.poll("c", bell=("192.0.2.8", 1))
-    assert lock.state.to_ring(lock.now) is None
+    lock.poll("b", wake_up_at=ADDRESS)
+    lock.poll("c", wake_up_at=("192.0.2.8", 1))
+    assert lock.state.to_wake_up(lock.now) is None
     lock.release("a")
-    assert lock.state.to_ring(lock.now) == ("b", BELL)
-    lock.poll("b", bell=BELL)
-    assert lock.state.to_ring(lock.now) is None
+    assert lock.state.to_wake_up(lock.now) == ("b", ADDRESS)
+    lock.poll("b", wake_up_at=ADDRESS)
+    assert lock.state.to_wake_up(lock.now) is None
 
 
-def test_no_bell_rings_for_nobody_in_quarantine_or_for_a_first_waiter_without_one() -> None:
+def test_nobody_is_woken_up_in_quarantine_or_without_an_address() -> None:
     lock = Driver(quarantine_until=110.0)
-    assert lock.state.to_ring(lock.now) is None
-    lock.poll("a", bell=BELL)
-    assert lock.state.to_ring(lock.now) is None
+    assert lock.state.to_wake_up(lock.now) is None
+    lock.poll("a", wake_up_at=ADDRESS)
+    assert lock.state.to_wake_up(lock.now) is None
     lock.now = 110.0
-    assert lock.state.to_ring(lock.now) == ("a", BELL)
+    assert lock.state.to_wake_up(lock.now) == ("a", ADDRESS)
     lock.poll("a")
     lock.poll("b")
-    lock.poll("c", bell=BELL)
+    lock.poll("c", wake_up_at=ADDRESS)
     lock.release("a")
-    assert lock.state.to_ring(lock.now) is None
+    assert lock.state.to_wake_up(lock.now) is None
 
 
-def test_a_waiter_with_a_bell_polls_only_to_keep_its_place(lock: Driver) -> None:
+def test_a_waiter_that_is_woken_up_polls_only_to_keep_its_place(lock: Driver) -> None:
     lock.poll("a")
-    assert lock.poll("b", bell=BELL).retry_after == 0.02
-    assert lock.poll("c", bell=BELL).retry_after == 0.1
+    assert lock.poll("b", wake_up_at=ADDRESS).retry_after == 0.02
+    assert lock.poll("c", wake_up_at=ADDRESS).retry_after == 0.1
     lock.now += 10
-    assert lock.poll("b", bell=BELL).retry_after <= 0.05
+    assert lock.poll("b", wake_up_at=ADDRESS).retry_after <= 0.05

@@ -16,10 +16,10 @@ class ExpiryFromReply(ClaimView):
         super()._extend(ttl, now, now)
 
 
-class NoTombstone(LockState):
+class ForgetsEnded(LockState):
     """Forgets a claim as soon as it is released."""
 
-    def _bury(self, claim: str, why: str, now: float) -> None:
+    def _remember(self, claim: str, why: str, now: float) -> None:
         pass
 
 
@@ -55,7 +55,7 @@ VARIANTS: dict[str, Rules] = {
     "no fence": Rules(engine_checks_fence=False),
     "expiry counted from the reply": Rules(view=ExpiryFromReply),
     "no quarantine": Rules(quarantine=False),
-    "no tombstone": Rules(state=NoTombstone),
+    "no tombstone": Rules(state=ForgetsEnded),
     "no withdraw": Rules(withdraw=False),
     "release by anyone": Rules(state=ReleaseByAnyone),
     "no FIFO": Rules(state=NoFifo),

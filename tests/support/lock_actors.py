@@ -51,9 +51,9 @@ class TimedHold(Hold):
     first_sent = 0.0
     first_answered = 0.0
 
-    async def _poll(self, bell: Any, limit: float) -> Any:
+    async def _poll(self, waker: Any, limit: float) -> Any:
         sent = time.monotonic()
-        step = await super()._poll(bell, limit)
+        step = await super()._poll(waker, limit)
         if not self.first_answered and self._heard:
             self.first_sent, self.first_answered = sent, time.monotonic()
         return step
@@ -148,11 +148,11 @@ def overlaps(holds: list[tuple[float, float, int]]) -> int:
 
 def drive() -> None:
     """``python -m tests.support.lock_actors ADDRESS NAMESPACE LOCK ENGINE LABEL``: a source that is its own driver."""
-    address, namespace, name, engine_name, label, beacon = sys.argv[1:]
+    address, namespace, name, engine_name, label, liveness_actor = sys.argv[1:]
     ray.init(address=address, namespace=namespace, log_to_driver=False, configure_logging=False)
 
     async def main() -> None:
-        lock = BroadcastLock.connect(name=name, beacon=beacon == "beacon")
+        lock = BroadcastLock.connect(name=name, liveness_actor=liveness_actor == "liveness_actor")
         await Source().loop(lock, ray.get_actor(engine_name), label, 20, 0.005)
 
     asyncio.run(main())
@@ -163,7 +163,7 @@ if __name__ == "__main__":
 
 
 @ray.remote(num_cpus=0)
-class Crowd:
+class ManyWaiters:
     """Many tasks of one process that each want the lock once, for a moment."""
 
     def __init__(self, lock: BroadcastLock) -> None:

@@ -26,7 +26,7 @@ import ray
 from async_wsync.errors import LockError
 from async_wsync.lock import BroadcastLock
 from tests.support.cluster import ROOT
-from tests.support.lock_actors import Crowd, FenceEngine, Source, overlaps, stale_buckets
+from tests.support.lock_actors import FenceEngine, ManyWaiters, Source, overlaps, stale_buckets
 from tests.support.waiting import until
 
 
@@ -128,13 +128,13 @@ async def contention(processes: int, times: int) -> Figures:
     return figures
 
 
-async def crowd(waiters: int, handovers: int, *, processes: int = 2, limit: float = 30.0) -> Figures:
+async def many_waiters(waiters: int, handovers: int, *, processes: int = 2, limit: float = 30.0) -> Figures:
     """Seconds between the first ``handovers`` grants to so many waiters, all of whom were there before the first."""
     figures = Figures(f"{waiters} waiters", repeats=handovers)
     lock = new_lock()
-    crowds = [Crowd.remote(lock) for _ in range(processes)]
+    actors = [ManyWaiters.remote(lock) for _ in range(processes)]
     async with lock.hold(label="the first"):
-        await asyncio.gather(*[c.queue.remote(waiters // processes) for c in crowds])
+        await asyncio.gather(*[actor.queue.remote(waiters // processes) for actor in actors])
         queued = 0
         while queued < waiters:
             await asyncio.sleep(0.1)
@@ -143,10 +143,12 @@ async def crowd(waiters: int, handovers: int, *, processes: int = 2, limit: floa
     over = time.monotonic() + limit
     while len(granted) < handovers and time.monotonic() < over:
         await asyncio.sleep(0.1)
-        granted = sorted([at for served in await asyncio.gather(*[c.served.remote() for c in crowds]) for at in served])
+        granted = sorted(
+            [at for served in await asyncio.gather(*[actor.served.remote() for actor in actors]) for at in served]
+        )
     figures.seconds = [after - before for before, after in itertools.pairwise(granted)]
     figures.facts = {"waiters": queued, "handovers": len(figures.seconds)}
-    for actor in crowds:
+    for actor in actors:
         ray.kill(actor)
     await lock.shutdown()
     return figures
@@ -156,12 +158,14 @@ async def crowd(waiters: int, handovers: int, *, processes: int = 2, limit: floa
 
 
 @contextlib.asynccontextmanager
-async def driver_source(cluster: Any, lock: BroadcastLock, engine: str, label: str, beacon: bool) -> AsyncIterator[int]:
+async def driver_source(
+    cluster: Any, lock: BroadcastLock, engine: str, label: str, liveness_actor: bool
+) -> AsyncIterator[int]:
     """A source in a driver of its own; yields its pid."""
     command = [
         *(sys.executable, "-m", "tests.support.lock_actors"),
         *(cluster.address, cluster.namespace, lock.name, engine, label),
-        "beacon" if beacon else "plain",
+        "liveness_actor" if liveness_actor else "plain",
     ]
     process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL)
     try:
@@ -174,10 +178,10 @@ async def driver_source(cluster: Any, lock: BroadcastLock, engine: str, label: s
 async def kill_holders(cluster: Any, actors: int, drivers: int, *, way: str, seed: int = 1) -> Figures:
     """kill -9 of ``actors`` and ``drivers`` at random instants of their holds; how long until the next grant.
 
-    ``way``: how the server may notice. "pid" and what else there is, "ref" only, or "beacon" (and ref).
+    ``way``: how the server may notice. "pid" and what else there is, "ref" only, or "liveness_actor" (and ref).
     """
     rng = random.Random(seed)
-    lock = new_lock(ttl=30.0, beacon=way == "beacon", server_options={"pidfds": way == "pid"})
+    lock = new_lock(ttl=30.0, liveness_actor=way == "liveness_actor", server_options={"pidfds": way == "pid"})
     engine_name = new_name("engine")
     engine = new_engine(name=engine_name)
     figures = Figures(f"kill -9 of the holder, noticed by {way}", repeats=actors + drivers)
@@ -194,7 +198,9 @@ async def kill_holders(cluster: Any, actors: int, drivers: int, *, way: str, see
                 pid = await source.pid.remote()
                 source.loop.remote(lock, engine, label, 20, 0.005)
             else:
-                pid = await stack.enter_async_context(driver_source(cluster, lock, engine_name, label, way == "beacon"))
+                pid = await stack.enter_async_context(
+                    driver_source(cluster, lock, engine_name, label, way == "liveness_actor")
+                )
             await until(lambda label=label: _sent(engine, label))
             await until(lambda: _watched_by(lock, way))
             await asyncio.sleep(rng.uniform(0.0, 0.3))
@@ -225,7 +231,7 @@ async def _sent(engine: Any, label: str) -> bool:
 
 
 async def _watched_by(lock: BroadcastLock, way: str) -> bool:
-    # A beacon is a process that has to start; one whose client dies before that is noticed by the reference.
+    # A liveness_actor is a process that has to start; one whose client dies before that is noticed by the reference.
     holder = (await lock.status())["holder"]
     return holder is not None and way in holder["watched_by"]
 
