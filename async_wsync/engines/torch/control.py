@@ -104,8 +104,8 @@ class ControlServer:
     def _serve(self, connection: socket.socket, token: str) -> None:
         with connection:
             try:
-                _prepare(connection)
                 _prove(connection, token, listens=True)
+                _prepare(connection)
                 while True:
                     _send(connection, self._answer_to(_receive(connection)))
             except (OSError, EOFError, pickle.UnpicklingError) as error:
@@ -250,7 +250,7 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def _prepare(connection: socket.socket) -> None:
-    """No limit on an answer, but one on a link that is gone, at either end."""
+    """From now on an answer, and the next request, may take any time; a link that is gone is noticed at either end."""
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

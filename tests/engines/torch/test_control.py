@@ -16,7 +16,7 @@ import pytest
 
 from async_wsync.engines.failure import Failure
 from async_wsync.engines.torch import messages as p
-from async_wsync.engines.torch.control import ControlConnection, ControlLost, ControlServer
+from async_wsync.engines.torch.control import _CONNECT_LIMIT, ControlConnection, ControlLost, ControlServer
 from async_wsync.testing.network import PortSquatter
 from tests.support.receiver_driver import a_request
 from tests.support.waiting import until
@@ -117,6 +117,14 @@ async def test_a_visitor_that_says_nothing_keeps_nobody_out_and_is_shown_the_doo
         assert await connection.ask(asking()) == "fine"
         assert len(visitor.recv(64)) == 32, "its challenge"
         assert visitor.recv(64) == b"", "after a second it is hung up on"
+    connection.close()
+
+
+async def test_a_connection_that_was_silent_for_longer_than_connecting_may_take_is_still_used() -> None:
+    connection = a_connection(a_server(lambda request: num_threads("wsync-control-connection")))
+    before = await connection.ask(asking())
+    await asyncio.sleep(_CONNECT_LIMIT + 0.3)
+    assert await connection.ask(asking()) == before
     connection.close()
 
 
