@@ -202,7 +202,9 @@ class ScriptedEngine(WeightReceiver):
     def _signal_self(self, fault: Fault) -> None:
         number = signal.SIGKILL if fault.do == "exit" else signal.SIGSTOP
         if fault.seconds <= 0:
-            os.kill(os.getpid(), number)
+            # To this very thread: one sent to the process may stop another thread first, and this one would still
+            # have the time to answer the call.
+            signal.pthread_kill(threading.get_ident(), number)
             return
         timer = threading.Timer(fault.seconds, os.kill, (os.getpid(), number))
         timer.daemon = True
