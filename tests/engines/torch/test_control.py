@@ -135,7 +135,8 @@ async def test_hanging_up_ends_the_exchange_under_way_and_the_threads_of_both_en
         entered.set()
         go.wait(5)
 
-    served, asked = num_threads("wsync-control-connection"), num_threads("wsync-control-talk")
+    names = ("wsync-control-connection", "wsync-control-talk")
+    earlier = set(threading.enumerate())  # those of other tests may end at any time
     connection = a_connection(a_server(answer))
     first, second = (asyncio.create_task(connection.ask(asking())) for _ in range(2))
     await until(entered.is_set)
@@ -144,8 +145,7 @@ async def test_hanging_up_ends_the_exchange_under_way_and_the_threads_of_both_en
         with pytest.raises(ControlLost):
             await task
     go.set()
-    await until(lambda: num_threads("wsync-control-connection") == served)
-    await until(lambda: num_threads("wsync-control-talk") == asked)
+    await until(lambda: not any(t.name in names for t in set(threading.enumerate()) - earlier))
 
 
 async def test_a_connection_that_is_forgotten_hangs_up() -> None:
