@@ -111,7 +111,7 @@ class Cancelled(WeightSyncError):
 
 
 class RendezvousError(WeightSyncError):
-    """The update group could not be formed.
+    """The update group could not be formed. ``step``: listen, reach, hello or connect, see docs/failure-modes.md.
 
     ``missing_ranks``, of the engines ``waiting_for``, never said hello, or a wrong one.
     ``is_collective``: a member gave up because the source or another member did not answer, or left.
@@ -119,6 +119,7 @@ class RendezvousError(WeightSyncError):
 
     group: str = ""
     phase: str = ""
+    step: str = ""
     missing_ranks: tuple[int, ...] = ()
     waiting_for: tuple[str, ...] = ()
     is_collective: bool = False

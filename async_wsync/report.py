@@ -6,24 +6,19 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from async_wsync.phases import PHASES
 from async_wsync.types import EngineOutcome
 
-__all__ = ["PHASES", "BucketTiming", "UpdateReport", "format_bytes", "format_seconds"]
+__all__ = ["BucketTiming", "PhaseSpan", "UpdateReport", "format_bytes", "format_seconds"]
 
-PHASES = (
-    "gather",
-    "lock",
-    "connect",
-    "check",
-    "pause",
-    "flush",
-    "begin",
-    "broadcast",
-    "settle",
-    "end",
-    "publish",
-    "resume",
-)
+
+@dataclass(frozen=True, slots=True)
+class PhaseSpan:
+    """One stretch of a phase: ``start`` on the clock of `UpdateReport.started_at`, both in seconds."""
+
+    name: str
+    start: float
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +37,9 @@ class BucketTiming:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateReport:
-    """A finished update. ``seconds`` covers all of it, ``phases`` the seconds spent in each phase.
+    """A finished update. ``seconds`` covers all of it, ``phases`` the seconds spent in each phase of `phases.PHASES`.
 
+    ``spans`` has each stretch of a phase with its start: one that was tried again has several.
     ``checksum`` is the digest all engines agreed on, None where none was asked for. ``rebuilds`` counts
     groups built anew within the update, ``dropped`` names the engines left behind by them. ``behind`` names those that
     do not hold the version which a partial update builds on: it left them as they were, for a `catch_up`.
@@ -55,6 +51,7 @@ class UpdateReport:
     num_buckets: int
     seconds: float
     phases: Mapping[str, float] = field(default_factory=dict)
+    spans: tuple[PhaseSpan, ...] = ()
     engines: Mapping[str, EngineOutcome] = field(default_factory=dict)
     checksum: str | None = None
     notes: tuple[str, ...] = ()
@@ -67,7 +64,7 @@ class UpdateReport:
     @property
     def gbps(self) -> float:
         """Gigabytes (1e9) a second, from the first bucket to the last acknowledgement."""
-        moving = self.phases.get("broadcast", 0.0) + self.phases.get("settle", 0.0) or self.seconds
+        moving = self.phases.get("receive", 0.0) + self.phases.get("settle", 0.0) or self.seconds
         return self.nbytes / moving / 1e9 if moving > 0 else 0.0
 
     def summary(self) -> str:
@@ -90,9 +87,7 @@ class UpdateReport:
         )
 
     def _time_line(self) -> str:
-        known = [name for name in PHASES if name in self.phases]
-        others = [name for name in self.phases if name not in PHASES]
-        return ", ".join(f"{name} {format_seconds(self.phases[name])}" for name in [*known, *others])
+        return ", ".join(f"{name} {format_seconds(self.phases[name])}" for name in PHASES if name in self.phases)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -101,20 +96,13 @@ class UpdateReport:
         data["gbps"] = self.gbps
         data["engines"] = {name: _outcome_dict(outcome) for name, outcome in self.engines.items()}
         data["buckets"] = [asdict(bucket) for bucket in self.buckets]
+        data["spans"] = [asdict(span) for span in self.spans]
         data["notes"], data["dropped"], data["behind"] = list(self.notes), list(self.dropped), list(self.behind)
         return data
 
     def to_trace(self) -> dict[str, Any]:
-        """Chrome trace events (chrome://tracing, Perfetto): phases in a row, and a row of buckets.
-
-        Phases are laid end to end in the order they run; only their lengths are measured.
-        """
-        events: list[dict[str, Any]] = []
-        at = 0.0
-        for name in PHASES:
-            if name in self.phases:
-                events.append(_slice(name, at, self.phases[name], row="phases"))
-                at += self.phases[name]
+        """Chrome trace events (chrome://tracing, Perfetto): a row of phases and a row of buckets, when they were."""
+        events = [_slice(span.name, span.start - self.started_at, span.seconds, row="phases") for span in self.spans]
         for bucket in self.buckets:
             start = bucket.submitted_at - self.started_at
             event = _slice(f"bucket {bucket.index}", start, bucket.done_at - bucket.submitted_at, row="buckets")

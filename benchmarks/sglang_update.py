@@ -51,7 +51,7 @@ async def measure(url: str, checkpoint: Path, *, wire: WireFormat, bucket_bytes:
         for _ in range(updates):
             engine.load_seconds = 0.0
             report = await broadcaster.update_weights(source, version=time.time_ns() // 1_000_000)
-            loading, sending = engine.load_seconds, report.phases["broadcast"]
+            loading, sending = engine.load_seconds, report.phases["receive"]
             print(
                 f"| {wire} | {report.nbytes / 1e6:.1f} MB | {report.num_tensors} | {report.num_buckets} | "
                 f"{report.seconds:.2f} s | {sending:.2f} s | {report.nbytes / report.seconds / 1e9:.3f} GB/s | "

@@ -50,7 +50,7 @@ async def send(size: str, kind: str, engine: Any, model: Any, updates: int) -> N
         for version in range(updates):
             report = await broadcaster.update_weights(ModuleSource(model), version=version)
             call = Call(source="benchmark", fence=0, timeout=10.0)
-            loading, sending = await engine.load_seconds(call), report.phases["broadcast"]
+            loading, sending = await engine.load_seconds(call), report.phases["receive"]
             print(
                 f"| {size} | {kind} | {report.nbytes / 1e6:.1f} MB | {report.num_tensors} | {report.num_buckets} | "
                 f"{report.seconds:.2f} s | {sending:.2f} s | {report.nbytes / report.seconds / 1e9:.3f} GB/s | "

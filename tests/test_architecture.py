@@ -18,7 +18,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # From what everything rests on to what rests on everything: folders, and files where a folder has an order inside.
 # A file may import from its own layer and from those above it.
 LAYERS = (
-    {"errors"},
+    {"errors", "phases"},
     {"arguments"},
     {"types"},
     {"protocols"},
@@ -44,7 +44,7 @@ LAYERS = (
     {"rounds/state"},
     {"rounds/server", "rounds/member"},
     {"rounds"},
-    {"engines/failure", "engines/limits", "engines/replies", "engines/rejection", "engines/http"},
+    {"engines/failure", "engines/replies", "engines/rejection", "engines/http"},
     {"engines/receiving"},
     {"engines/torch", "engines/sglang", "engines/vllm"},
     {"sources/tensors", "sources/participate"},

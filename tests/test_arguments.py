@@ -28,12 +28,12 @@ from async_wsync import (
     WeightBroadcaster,
     WeightReceiver,
 )
-from async_wsync.engines.limits import FIELDS, UNBOUND, field_of, not_within
 from async_wsync.engines.sglang.actor import SGLangActor
 from async_wsync.engines.sglang.server import SGLangServer
 from async_wsync.engines.vllm.engine import VLLMActor, VLLMServer
 from async_wsync.integrations.miles import update_bucket
 from async_wsync.lock import adopt
+from async_wsync.phases import PHASES, field_of, not_within
 from tests.support.cluster import ROOT
 
 NAN, INF = math.nan, math.inf
@@ -284,23 +284,30 @@ def test_every_field_that_an_error_is_given_exists() -> None:
     named = [(path.name, line, value) for path in SOURCES for line, value in literals(path, "field")]
     assert {"connect", "begin", "bucket", "end", "total", "idle"} <= {value for _, _, value in named}
     assert not [one for one in named if one[2] not in FIELD_NAMES]
-    assert set(FIELDS.values()) <= set(FIELD_NAMES)
+    assert {phase.timeouts_field for phase in PHASES.values()} <= {*FIELD_NAMES, ""}
 
 
-def test_every_phase_that_an_adapter_names_has_its_limit_or_none_at_all() -> None:
+def test_every_phase_is_in_the_table_and_has_one_name_whatever_the_engine() -> None:
     verbs = {"_get", "_post", "_tell", "_named"}
-    phases = {value for path in (ROOT / "async_wsync/engines").rglob("*.py") for _, value in literals(path, "phase")}
+    phases = {value for path in (ROOT / "async_wsync").rglob("*.py") for _, value in literals(path, "phase")}
     for path in (ROOT / "async_wsync/engines").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in verbs:
                 strings = [a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
                 phases |= {s for s in strings if not s.startswith("/") and s.isidentifier() and len(s) < 10}
-    assert {"hello", "check", "bucket", "leave", "verify", "reset", "lora", "status"} <= phases
-    assert not phases - FIELDS.keys() - UNBOUND
+    assert {"hello", "check", "receive", "leave", "verify", "reset", "lora", "status", "connect"} <= phases
+    assert not phases & {"bucket", "broadcast", "join", "checksums"}
+    assert not phases - PHASES.keys()
     from async_wsync.engines.torch import messages as p
+    from async_wsync.engines.torch.engine import phase_of
 
-    verbs_of_ours = {verb.__name__.lower() for verb in p.Verb.__subclasses__()} - {"poll"}
-    assert not verbs_of_ours - FIELDS.keys()
+    assert {phase_of(verb) for verb in p.Verb.__subclasses__()} - {"poll"} <= PHASES.keys()
+    assert (phase_of(p.Join), phase_of(p.Receive), phase_of(p.Checksums)) == ("connect", "receive", "verify")
+
+
+def test_the_table_of_phases_in_the_docs_is_the_one_in_the_code() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (?:`(\w+)`|its caller) \|", (ROOT / "docs/failure-modes.md").read_text(), re.M)
+    assert rows == [(phase.name, phase.timeouts_field) for phase in PHASES.values()]
 
 
 def test_an_error_of_an_adapters_own_call_names_no_field() -> None:

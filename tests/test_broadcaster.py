@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import time
@@ -26,6 +27,7 @@ from async_wsync import (
     TorchEngine,
     WeightBroadcaster,
 )
+from async_wsync.phases import PHASES
 from async_wsync.testing import Fault, LoopGapMeter, start_engine
 from async_wsync.transfer.checksum import combined, model_digests
 from tests.support.cluster import RayCluster
@@ -72,11 +74,18 @@ async def test_an_update_reaches_every_engine_and_says_what_it_did(rig: Rig) -> 
     assert report.num_buckets == NUM_BUCKETS
     assert report.nbytes == NUM_BUCKETS * BUCKET_BYTES == sum(bar.started)
     assert (bar.moved, bar.closed) == (list(range(NUM_BUCKETS)), ["done"])
-    assert {"lock", "check", "pause", "flush", "begin", "broadcast", "end", "publish", "resume"} <= set(report.phases)
+    assert {"lock", "check", "pause", "flush", "begin", "receive", "end", "publish", "resume"} <= set(report.phases)
     assert [outcome.version for outcome in report.engines.values()] == [version] * 3
     assert report.checksum is not None
     assert json.loads(json.dumps(report.to_dict()))["version"] == version
     assert f"version {version}" in report.summary()
+    # Each phase once, in the order of the table, one after the other, within the update.
+    names = [span.name for span in report.spans]
+    assert {"plan", "hello", "connect", "verify"} <= set(names)
+    assert names == sorted(report.phases, key=lambda name: PHASES[name].order)
+    trace = [event for event in report.to_trace()["traceEvents"] if event["tid"] == "phases"]
+    for before, after in itertools.pairwise(trace):
+        assert 0 <= before["ts"] <= before["ts"] + before["dur"] <= after["ts"] + 0.2 <= report.seconds * 1e6
 
 
 async def test_versions_rise_and_a_second_update_uses_the_same_group(rig: Rig) -> None:

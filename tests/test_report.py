@@ -6,7 +6,7 @@ import json
 import pickle
 from types import MappingProxyType
 
-from async_wsync.report import BucketTiming, UpdateReport, format_bytes, format_seconds
+from async_wsync.report import BucketTiming, PhaseSpan, UpdateReport, format_bytes, format_seconds
 from async_wsync.types import EngineOutcome, EngineState
 
 
@@ -17,7 +17,7 @@ def make_report() -> UpdateReport:
         num_tensors=200,
         num_buckets=2,
         seconds=0.75,
-        phases={"resume": 0.001, "lock": 0.004, "pause": 0.2, "broadcast": 0.4, "settle": 0.1},
+        phases={"resume": 0.001, "lock": 0.004, "pause": 0.2, "receive": 0.4, "settle": 0.1},
         engines={
             "rollout-0": EngineOutcome(engine="rollout-0", state=EngineState.CURRENT, version=7, last_bucket=1),
             "rollout-1": EngineOutcome(
@@ -30,6 +30,14 @@ def make_report() -> UpdateReport:
                 notes=("restarts: 1",),
             ),
         },
+        spans=(
+            PhaseSpan("lock", 100.0, 0.004),
+            PhaseSpan("pause", 100.01, 0.2),
+            PhaseSpan("receive", 100.25, 0.3),
+            PhaseSpan("settle", 100.55, 0.1),
+            PhaseSpan("receive", 100.651, 0.1),
+            PhaseSpan("resume", 100.752, 0.001),
+        ),
         checksum="abc123",
         notes=("dtype of lm_head could not be checked",),
         rebuilds=1,
@@ -45,7 +53,7 @@ def make_report() -> UpdateReport:
 def test_the_summary_says_what_was_sent_how_fast_and_how_each_engine_ended() -> None:
     lines = make_report().summary().splitlines()
     assert lines[0] == "version 7: 256.0 MB in 200 tensors, 2 buckets, 750 ms, 0.51 GB/s"
-    assert lines[1] == "  lock 4.0 ms, pause 200 ms, broadcast 400 ms, settle 100 ms, resume 1.0 ms"
+    assert lines[1] == "  lock 4.0 ms, pause 200 ms, receive 400 ms, resume 1.0 ms, settle 100 ms"
     assert lines[2] == "  rollout-0: current, version 7"
     assert lines[3] == "  rollout-1: lost, version 6; EngineDied: killed in receive; restarts: 1"
     assert lines[4] == "  group rebuilt 1 x, left behind: rollout-1"
@@ -86,12 +94,13 @@ def test_any_mapping_will_do() -> None:
     assert json.loads(json.dumps(report.to_dict()))["phases"] == {"lock": 0.5}
 
 
-def test_the_trace_has_phases_end_to_end_and_buckets_where_they_were() -> None:
+def test_the_trace_has_every_phase_and_bucket_when_it_was() -> None:
     trace = json.loads(json.dumps(make_report().to_trace()))
     phases = [event for event in trace["traceEvents"] if event["tid"] == "phases"]
     buckets = [event for event in trace["traceEvents"] if event["tid"] == "buckets"]
-    assert [event["name"] for event in phases] == ["lock", "pause", "broadcast", "settle", "resume"]
-    assert phases[1]["ts"] == phases[0]["ts"] + phases[0]["dur"]
+    assert [event["name"] for event in phases] == ["lock", "pause", "receive", "settle", "receive", "resume"]
+    assert [event["ts"] for event in phases] == [0.0, 10_000.0, 250_000.0, 550_000.0, 651_000.0, 752_000.0]
+    assert [event["dur"] for event in phases] == [4_000.0, 200_000.0, 300_000.0, 100_000.0, 100_000.0, 1_000.0]
     assert [(event["ts"], event["dur"]) for event in buckets] == [(200_000.0, 200_000.0), (400_000.0, 300_000.0)]
 
 

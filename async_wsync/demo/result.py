@@ -11,7 +11,7 @@ from async_wsync.transfer.checksum import combined
 
 __all__ = ["DemoResult", "EngineResult", "UpdateResult"]
 
-SHOWN_PHASES = ("lock", "pause", "broadcast", "end", "resume")
+SHOWN_PHASES = ("lock", "pause", "receive", "end", "resume")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

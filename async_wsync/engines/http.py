@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from async_wsync import arguments
-from async_wsync.engines.limits import field_of, not_within
 from async_wsync.engines.replies import failure_in, looks_collective, short
 from async_wsync.errors import EngineDied, EngineFailed, EngineTimeout
+from async_wsync.phases import field_of, not_within
 
 if TYPE_CHECKING:
     import httpx
@@ -113,7 +113,7 @@ class JsonServer:
             engine=self.name,
             phase=phase,
             bucket=bucket,
-            is_collective=phase == "bucket" and looks_collective(failure),
+            is_collective=phase == "receive" and looks_collective(failure),
         )
 
     async def aclose(self) -> None:

@@ -155,7 +155,7 @@ class GroupManager:
                 break
             except RendezvousError as error:
                 # A member that did not come within the whole limit would not come to another port either.
-                over = attempt + 1 == _ATTEMPTS or time.monotonic() > out_of_time or error.phase == "listen"
+                over = attempt + 1 == _ATTEMPTS or time.monotonic() > out_of_time or error.step == "listen"
                 if over or calls.interrupt.reason is not None:
                     raise
                 logger.warning("update group not formed, trying again on another port: %s", error)

@@ -85,7 +85,7 @@ class Rendezvous:
         """Listen at ``address``, on a free port or on ``port``; if that one is taken, on a free one.
 
         ``timeout`` bounds every later collective, ``connect_timeout`` the rendezvous, in seconds. Raises
-        `RendezvousError` (phase "listen"), at once if nobody could reach us at ``address``, and ValueError if that is
+        `RendezvousError` (step "listen"), at once if nobody could reach us at ``address``, and ValueError if that is
         not an address.
         """
         if backend not in ("gloo", "nccl"):
@@ -128,7 +128,7 @@ class Rendezvous:
         (all, none, or these ranks); engines that join with torch's own means do not, and are only waited for.
         ``interop`` is short for ``hello=False``. ``device``: the CUDA device to send from, by default this thread's
         (NCCL only).
-        Raises `RendezvousError` with ``phase`` and ``missing_ranks``; the rendezvous is over then.
+        Raises `RendezvousError` with ``step`` and ``missing_ranks``; the rendezvous is over then.
         """
         if set(members) != set(range(1, self.spec.world_size)):
             raise ValueError(f"members must name ranks 1 to {self.spec.world_size - 1}, got {sorted(members)}")
@@ -235,12 +235,12 @@ class Rendezvous:
             raise self._error("connect", first_line(error), missing) from error
         return group
 
-    def _missing(self, phase: str, ranks: Collection[int], members: Mapping[int, str], what: str) -> RendezvousError:
+    def _missing(self, step: str, ranks: Collection[int], members: Mapping[int, str], what: str) -> RendezvousError:
         who = ", ".join(f"rank {rank} ({members[rank]})" for rank in sorted(ranks)) or "some member"
-        return self._error(phase, f"{who} {what} within {self.spec.connect_timeout:g} s (Timeouts.connect)", ranks)
+        return self._error(step, f"{who} {what} within {self.spec.connect_timeout:g} s (Timeouts.connect)", ranks)
 
-    def _error(self, phase: str, message: str, missing: Collection[int] = ()) -> RendezvousError:
-        return rendezvous_error(self.spec.name, phase, message, missing)
+    def _error(self, step: str, message: str, missing: Collection[int] = ()) -> RendezvousError:
+        return rendezvous_error(self.spec.name, step, message, missing)
 
 
 def join_group(
@@ -251,7 +251,7 @@ def join_group(
     only).
 
     Blocks, at most ``spec.connect_timeout`` seconds to reach the source, whatever listens there, and
-    ``spec.join_timeout`` in all, so call it in a thread. Raises `RendezvousError` with the ``phase`` it got to
+    ``spec.join_timeout`` in all, so call it in a thread. Raises `RendezvousError` with the ``step`` it got to
     (``is_collective`` where it only waited for the source or another member), and ValueError for a rank outside the
     group, or NCCL without CUDA.
     """

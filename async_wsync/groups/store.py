@@ -73,7 +73,7 @@ def open_store(address: str, port: int, name: str, connect_timeout: float) -> TC
 
 
 def enter_store(spec: GroupSpec, deadline: float) -> TCPStore:
-    """The source's store, as a client. ``deadline``: by time.monotonic(). Raises `RendezvousError` (phase "reach")."""
+    """The source's store, as a client. ``deadline``: by time.monotonic(). Raises `RendezvousError` (step "reach")."""
     _check_listener(spec, deadline)
     return _enter(spec, deadline)
 
@@ -145,15 +145,16 @@ def _ends(spec: GroupSpec) -> frozenset[sockets.Address]:
 
 
 def rendezvous_error(
-    name: str, phase: str, message: str, missing: Collection[int] = (), *, is_collective: bool = False
+    name: str, step: str, message: str, missing: Collection[int] = (), *, is_collective: bool = False
 ) -> RendezvousError:
     interfaces = ", ".join(
         f"{variable}={os.environ.get(variable, '(unset)')}" for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     )
     return RendezvousError(
-        f"group {name}, {phase}: {message} [{interfaces}]",
+        f"group {name}, {step}: {message} [{interfaces}]",
         group=name,
-        phase=phase,
+        phase="connect",
+        step=step,
         missing_ranks=tuple(sorted(missing)),
         is_collective=is_collective,
     )

@@ -141,13 +141,13 @@ class _Bucket:
             try:
                 reply = await await_ref(ref, what=f"{name}.update_weights_from_distributed")
             except RemoteDied as error:
-                raise EngineDied(f"{name} died: {short(error)}", engine=name, phase="broadcast") from error
+                raise EngineDied(f"{name} died: {short(error)}", engine=name, phase="receive") from error
             except RemoteRaised as error:
                 cause = getattr(error, "cause", None) or error
                 raise EngineFailed(
                     f"{name} failed: {type(cause).__name__}: {short(cause)}",
                     engine=name,
-                    phase="broadcast",
+                    phase="receive",
                     is_collective=looks_collective(cause),
                 ) from cause
             failure = failure_in(reply)
@@ -155,7 +155,7 @@ class _Bucket:
                 raise EngineFailed(
                     f"{name} did not take the bucket: {failure}",
                     engine=name,
-                    phase="broadcast",
+                    phase="receive",
                     is_collective=looks_collective(failure),
                 )
         except EngineFailed as failed:
@@ -197,12 +197,12 @@ class _Bucket:
                 f"{', '.join(self.replies)} answered success, but the broadcast is not over: an engine answered before "
                 "it had received the tensors",
                 engine=next(iter(self.replies)) if len(self.replies) == 1 else "",
-                phase="broadcast",
+                phase="receive",
             )
         return EngineTimeout(
             f"no answer from {', '.join(silent)} within {self.limits.bucket:g} s (Timeouts.bucket)",
             engine=silent[0],
-            phase="broadcast",
+            phase="receive",
             field="bucket",
             seconds=self.limits.bucket,
         )

@@ -35,7 +35,7 @@ def refuse_quarantined(engines: Sequence[Any]) -> None:
             f"{', '.join(names)}: quarantined: the call of an earlier bucket has no answer yet. Nothing was sent; wait "
             "until it answers or its process ends, or replace it",
             engine=names[0],
-            phase="broadcast",
+            phase="receive",
             field="drain",
             waiting_for=names,
         )

@@ -149,7 +149,8 @@ class Attempt:
         self.history.event("paused")
         unsure = [e for e in self.engines if self.record(e).needs_reset]
         if unsure:
-            await self._everyone("reset", lambda e, c: e.reset(c), field="begin", engines=unsure)
+            with self.history.during("reset"):
+                await self._everyone("reset", lambda e, c: e.reset(c), field="begin", engines=unsure)
             for engine in unsure:
                 self.record(engine).needs_reset = False
         with self.history.during("flush"):
@@ -223,7 +224,7 @@ class Attempt:
             should_stop=self.should_stop,
             timings=self.history.timings,
         )
-        with self.history.during("broadcast"):
+        with self.history.during("receive"):
             await transfer.run(self._staged)
 
     async def _receive(self, engine: RolloutEngine, bucket: BucketSpec, link: Link) -> None:
@@ -252,7 +253,7 @@ class Attempt:
         self.engines.remove(engine)
         self.used = tuple(link for link in self.used if name not in link.names)
         record = self.record(engine)
-        record.error, record.phase = str(failure), "bucket"
+        record.error, record.phase = str(failure), "receive"
         record.lose()
         self.history.dropped.append(name)
         self.history.event("engine_lost", engine=name, detail=str(failure))

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from async_wsync.phases import PHASES
 from async_wsync.protocols import HeldLock
-from async_wsync.report import BucketTiming
+from async_wsync.report import BucketTiming, PhaseSpan
 from async_wsync.types import PauseMode, Timeouts, UpdateEvent
 
 __all__ = ["Settings", "UpdateHistory", "Verify"]
@@ -41,8 +42,8 @@ class UpdateHistory:
     version: int
     emit: Callable[[UpdateEvent], None]
     started_at: float = field(default_factory=time.monotonic)
-    phases: dict[str, float] = field(default_factory=dict)
-    phase: str = ""
+    spans: list[PhaseSpan] = field(default_factory=list)
+    phase: str = "plan"  # the one that began last
     held: HeldLock | None = None
     notes: list[str] = field(default_factory=list)
     timings: list[BucketTiming] = field(default_factory=list)
@@ -62,15 +63,23 @@ class UpdateHistory:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Time a phase, and show it as the lock holder's stage. ``phase`` stays set where it fails."""
-        before, self.phase = self.phase, phase
-        began = time.monotonic()
+        """Time a phase, and show it as the lock holder's stage."""
+        assert phase in PHASES, phase
+        self.phase = phase
+        start = time.monotonic()
         self.stage(phase)
         try:
             yield
-            self.phase = before
         finally:
-            self.phases[phase] = self.phases.get(phase, 0.0) + time.monotonic() - began
+            self.spans.append(PhaseSpan(phase, start, time.monotonic() - start))
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds in each phase, over all attempts."""
+        seconds: dict[str, float] = {}
+        for span in self.spans:
+            seconds[span.name] = seconds.get(span.name, 0.0) + span.seconds
+        return seconds
 
     def stage(self, doing: str) -> None:
         if self.held is not None:

@@ -106,7 +106,7 @@ class BucketPipeline:
             hints = [getattr(engine, "hint_collective_done", None) for engine in link.engines]
             for engine in link.engines:
                 call = self.receive(engine, staged.bucket, link)
-                flight.calls.append(self.calls.start(engine, "bucket", call, bucket=staged.bucket.index))
+                flight.calls.append(self.calls.start(engine, "receive", call, bucket=staged.bucket.index))
             collective = link.group.broadcast(staged.wire[link.wire], settled=True)
             for hint in hints:
                 if hint is not None:

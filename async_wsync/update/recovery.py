@@ -36,7 +36,7 @@ class Recovery:
 
     async def run(self) -> UpdateFailed:
         attempt = self._attempt
-        failed_in = attempt.history.phase or "update"
+        failed_in = attempt.history.phase
         with attempt.history.during("settle"):
             aborting = self._break_up()
             silent = await attempt.calls.settle(limit=attempt.drain())
@@ -79,7 +79,7 @@ class Recovery:
             record = attempt.fleet.roster[sent.engine]
             if record.state is EngineState.UPDATING:
                 record.publish(attempt.update.version, attempt.update.update_id)
-        for sent in attempt.calls.succeeded("bucket"):
+        for sent in attempt.calls.succeeded("receive"):
             record = attempt.fleet.roster[sent.engine]
             record.last_bucket = max(sent.bucket or 0, record.last_bucket or 0)
         for sent in attempt.calls.failures():

@@ -103,7 +103,7 @@ class SharedUpdate(Update):
         return True  # a source with nothing to send takes part all the same
 
     async def _until(self, attempt: Attempt, phase: Phase) -> None:
-        with self.history.during("wait for sources"):
+        with self.history.during("wait"):
             await attempt.calls.race(self.member.until(phase, Phase.DONE))
 
     @asynccontextmanager

@@ -78,8 +78,10 @@ class Update:
         done = False
         try:
             async with self.interrupt.breaks_off():
-                spec = await self._plan()
-                engines = await self._greet()
+                with self.history.during("plan"):
+                    spec = await self._plan()
+                with self.history.during("hello"):
+                    engines = await self._greet()
             self._start_bar(spec)
             await self._carry_out(spec, engines)
             done = True
@@ -148,7 +150,7 @@ class Update:
             "failed" if self.history.started else "not started",
             cause,
             version=self.history.version,
-            phase=self.history.phase or "start",
+            phase=self.history.phase,
             outcomes=self.fleet.roster.outcomes(self.targets),
             at_fault=(),
             started=self.history.started,
@@ -297,7 +299,8 @@ class Update:
             num_tensors=len(spec.manifest.params),
             num_buckets=len(spec.buckets),
             seconds=time.monotonic() - history.started_at,
-            phases=dict(history.phases),
+            phases=history.phases,
+            spans=tuple(history.spans),
             engines=roster.outcomes(self.targets),
             checksum=history.checksum,
             notes=tuple(history.notes),
@@ -311,7 +314,7 @@ class Update:
     def _out_of_time(self) -> PhaseTimeout:
         limit = self.settings.timeouts.total
         return PhaseTimeout(
-            f"the update took longer than {limit:g} s (Timeouts.total), in {self.history.phase or 'its start'}",
+            f"the update took longer than {limit:g} s (Timeouts.total), in {self.history.phase}",
             phase=self.history.phase,
             field="total",
             seconds=limit,

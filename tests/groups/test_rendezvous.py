@@ -112,7 +112,7 @@ def test_a_silent_foreign_listener_is_bounded_and_told() -> None:
             join_group(spec_at(port), 1, member="engine-1")
         assert 0.9 < time.monotonic() - started < 1 + SOON
         assert heard, "the fault fired: the joiner did talk to the stranger"
-    assert raised.value.phase == "reach"
+    assert raised.value.step == "reach"
     assert f"127.0.0.1:{port}" in str(raised.value)
     assert "another program" in str(raised.value)
     limit = time.monotonic() + 10
@@ -128,7 +128,7 @@ def test_a_foreign_listener_that_answers_is_bounded_too(hangs_up: bool) -> None:
         with pytest.raises(RendezvousError) as raised:
             join_group(spec_at(port), 1, member="engine-1")
         assert time.monotonic() - started < 1 + 2 * SOON
-    assert raised.value.phase == "reach"
+    assert raised.value.step == "reach"
 
 
 def test_a_stranger_that_shares_the_stores_port_at_one_end_and_its_host_at_the_other_keeps_its_connection() -> None:
@@ -163,7 +163,7 @@ def test_a_source_that_is_gone_is_told_long_before_the_limit() -> None:
     with pytest.raises(RendezvousError, match="nobody listens") as raised:
         join_group(spec_at(port, connect_timeout=60.0), 1, member="engine-1")
     assert time.monotonic() - started < 1 + 2 * SOON
-    assert raised.value.phase == "reach"
+    assert raised.value.step == "reach"
 
 
 def test_an_address_that_means_nothing_is_told() -> None:
@@ -197,7 +197,7 @@ async def test_an_address_that_leads_elsewhere_is_refused_at_once(
     with pytest.raises(RendezvousError, match=reason) as raised:
         await opened(2, address=address, connect_timeout=60.0)
     assert time.monotonic() - started < 1.0 + SOON
-    assert raised.value.phase == "listen"
+    assert raised.value.step == "listen"
     assert address in str(raised.value)
     await asyncio.sleep(0.1)
     assert "frame #" not in capfd.readouterr().err, "torch was not even asked"
@@ -253,7 +253,7 @@ async def test_a_member_that_never_comes_is_named_and_the_others_are_told(fleet:
         await rendezvous.complete({1: "engine-1", 2: "the missing one", 3: "e3"})
     assert 1.4 < time.monotonic() - started < 1.5 + SOON
     assert raised.value.missing_ranks == (2,)
-    assert raised.value.phase == "hello"
+    assert raised.value.step == "hello"
     assert "GLOO_SOCKET_IFNAME=" in str(raised.value)
     assert "NCCL_SOCKET_IFNAME=" in str(raised.value)
     for join in joins:
@@ -270,12 +270,12 @@ async def test_a_member_that_greets_and_never_connects_is_named(fleet: Fleet) ->
     with pytest.raises(RendezvousError) as raised:
         await rendezvous.complete({1: "engine-1", 2: "engine-2"})
     assert time.monotonic() - started < 2.0 + SOON
-    assert raised.value.phase == "connect"
+    assert raised.value.step == "connect"
     assert raised.value.missing_ranks == (2,)
     await join.settled(10)
     error = join.error()
     assert isinstance(error, RendezvousError)
-    assert error.phase == "connect"
+    assert error.step == "connect"
 
 
 async def test_a_member_killed_on_its_way_is_bounded(fleet: Fleet) -> None:
@@ -309,7 +309,7 @@ async def test_a_member_of_another_mind_is_refused(fleet: Fleet, lie: dict[str, 
     await peer.ask("greet_and_go_away", rendezvous.spec, 1, **lie)
     with pytest.raises(RendezvousError, match=told) as raised:
         await complete(rendezvous, [peer])
-    assert raised.value.phase == "hello"
+    assert raised.value.step == "hello"
     assert raised.value.missing_ranks == (1,)
     assert "liar" in str(raised.value)
 
@@ -331,7 +331,7 @@ async def test_a_source_that_answers_nonsense_leaves_nothing_behind_at_the_membe
     join = peer.start("join", rendezvous.spec, 1, "engine-1")
     error = (await join.settled(10)).error()
     assert isinstance(error, RendezvousError)
-    assert error.phase == "connect"
+    assert error.step == "connect"
     async with asyncio.timeout(10):
         while any(rendezvous.spec.name in name for name in await peer.ask("thread_names")):
             await asyncio.sleep(0.02)

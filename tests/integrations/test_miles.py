@@ -342,7 +342,7 @@ async def test_an_engine_that_raised_is_caught_as_what_it_raised_and_as_ours(
     assert isinstance(copy, RuntimeError)
     assert isinstance(copy, EngineFailed)
     assert str(copy) == str(caught.value)
-    assert (copy.engine, copy.phase) == (caught.value.engine, "broadcast")
+    assert (copy.engine, copy.phase) == (caught.value.engine, "receive")
     assert copy.__notes__ == caught.value.__notes__
     assert str(copy.__cause__) == "out of memory"
 

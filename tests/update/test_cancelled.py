@@ -211,7 +211,7 @@ async def test_an_engine_that_dies_while_they_compare_ends_the_update_after_the_
         with pytest.raises(asyncio.CancelledError) as cancelled:
             await update
         assert isinstance(failure := cancelled.value.__cause__, UpdateFailed)
-        assert (failure.phase, failure.at_fault) == ("checksums", ("e1",))
+        assert (failure.phase, failure.at_fault) == ("verify", ("e1",))
         assert slow.answered
         assert broadcaster.engine_states == {"e0": EngineState.TORN, "e1": EngineState.LOST}
         assert not update_tasks()

@@ -228,7 +228,7 @@ async def test_an_engine_that_never_joins_is_named_within_the_connect_limit(rig:
             pass
     assert await rig.fired("e1") == ["skip at join"]
     assert missing.value.missing_ranks == (2,)
-    assert missing.value.phase == "hello"
+    assert (missing.value.phase, missing.value.step) == ("connect", "hello")
     assert time.monotonic() - started < limits.connect + SOON
     async with rig.broadcaster(["e0", "e1"]) as broadcaster:
         await heals(rig, broadcaster)

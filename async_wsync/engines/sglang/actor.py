@@ -11,13 +11,13 @@ import asyncio
 import os
 from typing import Any
 
-from async_wsync.engines.limits import field_of, not_within
 from async_wsync.engines.replies import failure_in, looks_collective, short
 from async_wsync.engines.sglang import messages as wire
 from async_wsync.engines.sglang.checkpoint_index import read_index
 from async_wsync.engines.sglang.messages import Selector
 from async_wsync.engines.sglang.names import Findings, against_index, check_base
 from async_wsync.errors import EngineBusy, EngineDied, EngineFailed, EngineRejected, EngineTimeout
+from async_wsync.phases import field_of, not_within
 from async_wsync.runtime.object_refs import RemoteDied, RemoteRaised, await_ref, submit
 from async_wsync.runtime.threads import DaemonWorker
 from async_wsync.transfer.tensors import torch_dtype
@@ -127,7 +127,7 @@ class SGLangActor:
 
     async def leave(self, call: Call, group: str) -> None:
         await self._tell(
-            "destroy_weights_update_group", wire.destroy_group(group), call, "connect", fine=("does not exist",)
+            "destroy_weights_update_group", wire.destroy_group(group), call, "leave", fine=("does not exist",)
         )
 
     # ------------------------------------------------------------------------ the bracket
@@ -169,7 +169,7 @@ class SGLangActor:
             "update_weights_from_distributed",
             body,
             call,
-            "bucket",
+            "receive",
             bucket=bucket.index,
             optional=optional,
             none_ok=False,
@@ -256,7 +256,7 @@ class SGLangActor:
             return answer
         raise EngineFailed(
             f"{self._name}: {method} failed: {failure}",
-            is_collective=phase == "bucket" and looks_collective(failure),
+            is_collective=phase == "receive" and looks_collective(failure),
             **facts,
         ) from cause
 
@@ -272,7 +272,7 @@ class SGLangActor:
             # Nothing was sent. Leave out what an older actor does not take, one by one.
             unknown = next((name for name in optional if name in arguments and f"'{name}'" in str(error)), None)
             if unknown is None:
-                refused = EngineFailed if facts["phase"] == "bucket" else EngineRejected  # nothing was touched
+                refused = EngineFailed if facts["phase"] == "receive" else EngineRejected  # nothing was touched
                 raise refused(f"{self._name}: {method} can't be called: {error}", **facts) from error
             return self._submit(method, args, {k: v for k, v in arguments.items() if k != unknown}, optional, facts)
 

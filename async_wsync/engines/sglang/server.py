@@ -179,9 +179,9 @@ class SGLangServer(LoRALoader):
 
     async def leave(self, call: Call, group: str) -> None:
         path = "/destroy_weights_update_group"
-        answer = await self._server.ask("POST", path, wire.destroy_group(group), timeout=call.timeout, phase="connect")
+        answer = await self._server.ask("POST", path, wire.destroy_group(group), timeout=call.timeout, phase="leave")
         if answer.failure is not None and "does not exist" not in answer.failure:
-            raise self._server.failed(path, answer.failure, answer.status, phase="connect")
+            raise self._server.failed(path, answer.failure, answer.status, phase="leave")
 
     # ------------------------------------------------------------------------ the bracket
 
@@ -209,7 +209,7 @@ class SGLangServer(LoRALoader):
     async def receive(self, call: Call, update: UpdateSpec, bucket: BucketSpec) -> None:
         body = wire.announce(bucket, update.group, wire=self._wire_format, selector=self._selector)
         path = "/update_weights_from_distributed"
-        await self._server.must("POST", path, body, timeout=call.timeout, phase="bucket", bucket=bucket.index)
+        await self._server.must("POST", path, body, timeout=call.timeout, phase="receive", bucket=bucket.index)
 
     async def end(self, call: Call, update: UpdateSpec) -> None:
         if self._has_sessions is not False:

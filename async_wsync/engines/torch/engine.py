@@ -8,11 +8,11 @@ from typing import Any
 
 from async_wsync import arguments
 from async_wsync.engines.failure import Failure
-from async_wsync.engines.limits import field_of, not_within
 from async_wsync.engines.replies import failure_in, short
 from async_wsync.engines.torch import messages as p
 from async_wsync.engines.torch.actor_calls import ActorCalls
 from async_wsync.errors import EngineDied, EngineFailed, EngineReplaced, EngineTimeout
+from async_wsync.phases import field_of, not_within
 from async_wsync.runtime.object_refs import RemoteDied, RemoteRaised
 from async_wsync.runtime.threads import DaemonWorker
 from async_wsync.types import BucketSpec, Call, EngineInfo, GroupSpec, PauseMode, UpdateSpec, WireFormat
@@ -177,7 +177,7 @@ class TorchEngine:
         to_anyone: bool = False,
     ) -> Any:
         """Start ``verb`` and poll until it has an outcome, for ``call.timeout`` seconds at most."""
-        phase = type(verb).__name__.lower()
+        phase = phase_of(type(verb))
         incarnation = None if to_anyone else self._incarnation
         request = p.Request(id=uuid.uuid4().hex, call=call, verb=verb, incarnation=incarnation)
         poll_interval = poll_interval or _PollInterval()
@@ -227,6 +227,12 @@ class TorchEngine:
             field=field_of(phase),
             seconds=seconds,
         )
+
+
+def phase_of(verb: type[p.Verb]) -> str:
+    """The phase that a verb is asked in."""
+    name = verb.__name__.lower()
+    return {"join": "connect", "checksums": "verify"}.get(name, name)
 
 
 def _named(error: BaseException | None) -> str:

@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 
 from async_wsync import arguments
 from async_wsync.engines.http import JsonServer
-from async_wsync.engines.limits import field_of, not_within
 from async_wsync.engines.rejection import base_missing
 from async_wsync.engines.vllm import messages as wire
 from async_wsync.engines.vllm.control import ActorControl, At, Control, HttpControl, hinted, unseen_replica
 from async_wsync.errors import EngineBusy, EngineDied, EngineFailed, EngineTimeout
+from async_wsync.phases import field_of, not_within
 from async_wsync.runtime.object_refs import RemoteDied, RemoteRaised
 from async_wsync.types import BucketSpec, Call, EngineInfo, EngineState, GroupSpec, PauseMode, UpdateSpec, WireFormat
 
@@ -161,7 +161,7 @@ class VLLMEngine:
         self._posting = asyncio.Lock()
 
     async def receive(self, call: Call, update: UpdateSpec, bucket: BucketSpec) -> None:
-        with self._named("bucket", call, bucket.index) as at:
+        with self._named("receive", call, bucket.index) as at:
             request_id = uuid.uuid4().hex
             request = wire.encode("receive", call, id=request_id, update_id=update.update_id, index=bucket.index)
             # One at a time, so that buckets are asked for in order over any number of connections.

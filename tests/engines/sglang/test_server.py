@@ -161,7 +161,7 @@ async def test_a_bucket_that_was_not_taken_is_a_failure_in_the_engines_words(
     with pytest.raises(EngineFailed, match="partially updated") as caught:
         await engine.receive(CALL, update, update.buckets[1])
     assert caught.value.engine == engine.name
-    assert caught.value.phase == "bucket"
+    assert caught.value.phase == "receive"
     assert caught.value.bucket == 1
     assert not caught.value.is_collective
 

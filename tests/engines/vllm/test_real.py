@@ -292,7 +292,7 @@ async def test_a_broadcast_that_never_comes_ends_in_time_and_the_engine_serves_a
     adapter = fleet.adapter(engine)
     error = await _never_sent(adapter, rig.tiny_model(60), limit=2.0)
     assert error.is_collective
-    assert (error.engine, error.phase, error.bucket) == (engine, "bucket", 0)
+    assert (error.engine, error.phase, error.bucket) == (engine, "receive", 0)
     await adapter.reset(_call())
     await adapter.resume(_call())  # nothing was loaded: it is whole
     assert len(await fleet.say(engine)) == 16
