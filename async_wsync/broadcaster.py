@@ -21,7 +21,7 @@ import os
 import socket
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
@@ -34,6 +34,7 @@ from async_wsync.lock.null import NullLock
 from async_wsync.progress import SafeProgress, make_progress
 from async_wsync.protocols import EventHook, Progress, RolloutEngine, UpdateLock, WeightSource
 from async_wsync.report import UpdateReport
+from async_wsync.rounds.member import RoundMember
 from async_wsync.rounds.round import UpdateRound
 from async_wsync.runtime.cancellation import finish
 from async_wsync.runtime.foreign_code import contained
@@ -239,8 +240,11 @@ class WeightBroadcaster:
         arguments.kind("round", round, UpdateRound, none=True)
         verify = one_of("verify", verify, _VERIFY, none=True)
         groups = arguments.patterns("atomic_groups", atomic_groups)
-        async with self._turn_to_update("update_weights", version):
-            self._check_version(version)
+        _check_version(version)
+        member = None if round is None else round.member(self.name, version=version)
+        taking_part = nullcontext() if member is None else member.taking_part(limit=self._settings.timeouts.drain)
+        async with taking_part, self._turn_to_update("update_weights", version):
+            self._check_newer(version)
             if base is not None and (strict or isinstance(base, bool) or not isinstance(base, int)):
                 raise ValueError(f"base must be an int, and goes with strict=False; got {base!r}")
             return await self._run(
@@ -254,7 +258,7 @@ class WeightBroadcaster:
                 verify=verify,
                 pause_mode=self._pause_mode_of_all(pause_mode),
                 atomic_groups=groups,
-                round=round,
+                member=member,
             )
 
     async def _run(
@@ -263,12 +267,12 @@ class WeightBroadcaster:
         *,
         version: int,
         verify: Verify | None,
-        round: UpdateRound | None = None,
+        member: RoundMember | None = None,
         **options: Any,
     ) -> UpdateReport:
         end_quietly_on_sigterm()
         history = UpdateHistory(version=version, emit=self._emit)
-        kind: Callable[..., Update] = Update if round is None else partial(SharedUpdate, member=round.member(self.name))
+        kind: Callable[..., Update] = Update if member is None else partial(SharedUpdate, member=member)
         update = kind(
             fleet=self._fleet,
             links=self._links,
@@ -312,9 +316,7 @@ class WeightBroadcaster:
                 started=False,
             ) from closed
 
-    def _check_version(self, version: int) -> None:
-        if isinstance(version, bool) or not isinstance(version, int):
-            raise ValueError(f"version must be an int, got {version!r}")
+    def _check_newer(self, version: int) -> None:
         if self._version is not None and version <= self._version:
             raise ValueError(f"version must increase: {version} after {self._version}")
 
@@ -419,6 +421,11 @@ class WeightBroadcaster:
     def __repr__(self) -> str:
         states = ", ".join(f"{name} {state}" for name, state in self.engine_states.items())
         return f"<WeightBroadcaster {self.name} {self._turns.phase}, version {self._version}, {states}>"
+
+
+def _check_version(version: Any) -> None:
+    if isinstance(version, bool) or not isinstance(version, int):
+        raise ValueError(f"version must be an int, got {version!r}")
 
 
 def _check_source(source: Any) -> None:

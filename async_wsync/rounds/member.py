@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
-from async_wsync.errors import LockError, RoundFailed
+from async_wsync.errors import LockError, RoundFailed, UpdateFailed
 from async_wsync.rounds.state import Phase, View
 from async_wsync.runtime.actor_client import ActorClient
+from async_wsync.runtime.cancellation import finish
 from async_wsync.runtime.engine_calls import Interrupt
 from async_wsync.runtime.object_refs import RemoteDied
 
@@ -31,14 +35,15 @@ _OVER = (Phase.DONE, Phase.FAILED)
 class RoundMember:
     """One source's part in one round. Every error here is a `RoundFailed`."""
 
-    def __init__(self, name: str, link: ActorClient, source: str, *, num_sources: int | None) -> None:
+    def __init__(self, name: str, link: ActorClient, source: str, *, version: int, num_sources: int | None) -> None:
         self._name = name
         self._link = link
         self._source = source
         self._num_sources = num_sources
         self._member = uuid.uuid4().hex
-        self._version = 0
+        self._version = version
         self._asked = False  # to be let in, answered or not
+        self._gave_up = False  # and the others know it, as far as they can be told
         self.view: View | None = None
 
     @property
@@ -50,15 +55,15 @@ class RoundMember:
         assert self.view is not None
         return self.view.round_id
 
-    async def join(self, *, version: int, engines: tuple[str, ...], manifest: bytes) -> None:
-        self._version = version
+    async def join(self, *, engines: tuple[str, ...], manifest: bytes) -> None:
         try:
             await self._link.ready(ANSWER_LIMIT)
         except LockError as error:
+            self._gave_up = True  # there is nobody to tell
             raise self._failed(str(error)) from error
         self._link.register()
         self._asked = True
-        about = (self._source, self._member, self._link.client, version, engines, self._num_sources, manifest)
+        about = (self._source, self._member, self._link.client, self._version, engines, self._num_sources, manifest)
         self._take_in(await self._ask("join", *about))
 
     async def manifests(self) -> dict[str, bytes]:
@@ -115,17 +120,30 @@ class RoundMember:
         return self.view.opened or self.view.phase not in _OVER
 
     async def give_up(self, why: str, *, limit: float) -> None:
-        """Tell the others that we can't go on, and learn how far they are."""
-        if not self._asked or (self.view is not None and self.view.phase in _OVER):
+        """Tell the others that we can't go on, also if we never came, and learn how far they are. Raises nothing."""
+        if self._gave_up or (self.view is not None and self.view.phase in _OVER):
             return
+        self._gave_up = True
         try:
             if self.view is None:
-                self.view = await self._ask("leave", self._source, self._member, why, limit=limit)
+                await self._link.ready(min(limit, ANSWER_LIMIT))
+                self.view = await self._ask("leave", self._source, self._member, self._version, why, limit=limit)
                 self._asked = self.view is not None
             else:
                 self.view = await self._tell("fail", why, limit=limit)
-        except RoundFailed as error:
+        except (RoundFailed, LockError) as error:
             logger.warning("round %r could not be told that %s gave up: %s", self._name, self._source, error)
+
+    @asynccontextmanager
+    async def taking_part(self, *, limit: float) -> AsyncIterator[None]:
+        """If the body fails, before it has joined or after, the others are told. ``limit``: seconds for that."""
+        done = False
+        try:
+            yield
+            done = True
+        finally:
+            if not done:
+                await finish(self.give_up(_reason(sys.exception()), limit=limit), name=f"leaving round {self._name}")
 
     async def _tell(self, verb: str, *args: str, limit: float = ANSWER_LIMIT) -> View:
         who = (self._source, self._member, self._link.client)
@@ -155,3 +173,8 @@ class RoundMember:
         return RoundFailed(
             f"round {self._name!r}, version {self._version}: failed{by}: {why}", source=source, round_id=round_id
         )
+
+
+def _reason(error: BaseException | None) -> str:
+    cause = error.__cause__ if isinstance(error, UpdateFailed) and error.__cause__ is not None else error
+    return str(cause or "") or "it was cancelled"

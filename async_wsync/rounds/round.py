@@ -87,8 +87,8 @@ class UpdateRound:
         answer: dict[str, Any] = await self._link.ask("status", timeout=ANSWER_LIMIT)
         return answer
 
-    def member(self, source: str) -> RoundMember:
-        return RoundMember(self.name, self._link, source, num_sources=self._num_sources)
+    def member(self, source: str, *, version: int) -> RoundMember:
+        return RoundMember(self.name, self._link, source, version=version, num_sources=self._num_sources)
 
 
 def _rebuild(name: str, namespace: str | None, handle: Any, num_sources: int | None) -> UpdateRound:

@@ -54,10 +54,13 @@ class RoundServer:
         """Source to its packed part."""
         return self._manifests.get(round_id, {})
 
-    def leave(self, source: str, member: str, why: str) -> View | None:
-        """For a member that does not know whether it has joined; None where it has not."""
+    def leave(self, source: str, member: str, version: int, why: str) -> View | None:
+        """For a member that has not joined, or does not know whether it has: None if it has not, and now will not."""
         self._now()
-        return self._state.leave(source, member, why)
+        view = self._state.leave(source, member, why)
+        if view is None:
+            self._state.absent(source, version=version, why=why)
+        return view
 
     def tell(self, verb: str, round_id: str, source: str, member: str, client: str, *args: str) -> View:
         """``verb``: view, opened, sent, closed or fail."""

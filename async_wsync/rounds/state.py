@@ -17,6 +17,8 @@ __all__ = ["SUCCESSION", "Phase", "RoundState", "View"]
 SUCCESSION = 1.5
 """Seconds that a gathering round waits for the successor of a source whose process ended."""
 
+_REMEMBERED = 8  # rounds, and versions that a source will not come for
+
 
 class Phase(enum.StrEnum):
     GATHERING = "gathering"  # sources join
@@ -70,6 +72,14 @@ class _Round:
         return next(iter(self.sources), "")
 
 
+@dataclass(slots=True)
+class _Absence:
+    """Sources that will not come for a version, by their reasons, and who has been told."""
+
+    reasons: dict[str, str] = field(default_factory=dict)
+    told: set[str] = field(default_factory=set)
+
+
 class RoundState:
     """One round after another, among ``num_sources`` sources.
 
@@ -86,6 +96,7 @@ class RoundState:
         self._count = 0
         self._speaks: dict[str, str] = {}  # source to the process that spoke for it last
         self._dead: dict[str, tuple[float, str]] = {}  # sources whose process ended, until another speaks for them
+        self._absences: dict[int, _Absence] = {}  # by version
 
     def join(
         self,
@@ -103,6 +114,8 @@ class RoundState:
         A source that does not fit those already there is answered by a round that failed, and so is everybody else:
         their own too, as long as nothing was sent, and whoever of that round comes only later.
         """
+        if (absent := self._told_of_absence(source, version)) is not None:
+            return absent
         current = self._current()
         if current is not None and self._comes_late(current, source, version):
             current.refused.add(source)
@@ -179,6 +192,49 @@ class RoundState:
         if not current.over:
             self._fail(current, source, why)
         return self._view(current)
+
+    def absent(self, source: str, *, version: int, why: str) -> None:
+        """``source`` failed before it could join, and will not come for ``version``; repeatable.
+
+        The round that waits for it fails. Who joins for that version only later is answered so too, once, as long as
+        ``source`` has not come after all.
+        """
+        current = self._current()
+        told: set[str] = set()
+        if current is not None and version in current.versions:
+            known = current.refused.union(current.sources)
+            if not current.over and (source in known or current.phase is not Phase.GATHERING):
+                return  # another member speaks for it, or the round is complete without it
+            if not current.over:
+                self._fail(current, source, why)
+            if source not in known:  # else they know of an earlier try only
+                told = known
+        absence = self._absences.setdefault(version, _Absence())
+        absence.reasons.setdefault(source, why)
+        absence.told |= told
+        self._forget_absence(version)
+
+    def _told_of_absence(self, source: str, version: int) -> View | None:
+        """What a source that comes for ``version`` is to know first: that another will not."""
+        absence = self._absences.get(version)
+        if absence is None:
+            return None
+        absence.reasons.pop(source, None)
+        news = absence.reasons and source not in absence.told
+        absence.told.add(source)
+        missing, why = next(iter(absence.reasons.items()), ("", ""))
+        self._forget_absence(version)
+        if not news:
+            return None
+        return View(round_id="", version=version, phase=Phase.FAILED, leader="", failed_source=missing, failure=why)
+
+    def _forget_absence(self, version: int) -> None:
+        """Once all know of it, or nobody is absent any more; and the oldest of too many."""
+        absence = self._absences[version]
+        if not absence.reasons or len(absence.told | absence.reasons.keys()) >= self._num_sources:
+            del self._absences[version]
+        while len(self._absences) > _REMEMBERED:
+            del self._absences[next(iter(self._absences))]
 
     def view(self, round_id: str, source: str, *, now: float) -> View:
         """How the round stands; asking also says that ``source`` is alive."""
@@ -299,5 +355,5 @@ class RoundState:
                 return ()
 
     def _forget(self) -> None:
-        while len(self._rounds) > 8:
+        while len(self._rounds) > _REMEMBERED:
             del self._rounds[next(iter(self._rounds))]

@@ -47,7 +47,7 @@ class SharedUpdate(Update):
         with self.history.during("gather"):
             packed = pack_update(replace(spec, buckets=()))
             names = tuple(engine.name for engine in attempt.engines)
-            await attempt.calls.race(self.member.join(version=spec.version, engines=names, manifest=packed))
+            await attempt.calls.race(self.member.join(engines=names, manifest=packed))
             attempt.update = replace(attempt.update, update_id=self.member.update_id)
             phases = (Phase.OPENING, Phase.SENDING, Phase.CLOSING)
             await attempt.calls.race(self.member.until(*phases, limit=self.settings.timeouts.lock))

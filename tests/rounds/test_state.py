@@ -191,12 +191,109 @@ def test_who_does_not_know_whether_it_has_joined_can_leave() -> None:
     assert (view.round_id, view.phase, view.failure) == (round_id, Phase.FAILED, "cancelled")
 
 
+# ------------------------------------------------------------------------ a source that will not come
+
+
+def test_a_source_that_will_not_come_fails_the_round_that_waits_for_it() -> None:
+    state = _round(num_sources=3)
+    round_id = _join(state, "a").round_id
+    state.absent("b", version=1, why="no manifest")
+    view = state.view(round_id, "a", now=0.0)
+    assert (view.phase, view.failed_source, view.failure, view.opened) == (Phase.FAILED, "b", "no manifest", False)
+    late = _join(state, "c")
+    assert (late.phase, late.failed_source, late.failure, late.opened) == (Phase.FAILED, "b", "no manifest", False)
+    # All know of it now, and each may try again.
+    assert [_join(state, source).phase for source in "cab"] == [Phase.GATHERING, Phase.GATHERING, Phase.OPENING]
+
+
+def test_who_comes_after_a_source_that_will_not_is_told_once() -> None:
+    state = _round(num_sources=3)
+    state.absent("b", version=1, why="no manifest")
+    for source in "ac":
+        view = _join(state, source)
+        assert (view.phase, view.failed_source, view.failure) == (Phase.FAILED, "b", "no manifest")
+    assert _join(state, "a").phase is Phase.GATHERING
+
+
+def test_a_source_that_comes_after_all_is_not_missed() -> None:
+    state = _round()
+    state.absent("b", version=1, why="no manifest")
+    assert _join(state, "b").phase is Phase.GATHERING
+    assert _join(state, "a").phase is Phase.OPENING
+
+
+def test_that_a_source_will_not_come_may_be_said_twice() -> None:
+    state = _round(num_sources=3)
+    for why in ("no manifest", "no manifest", "something else"):
+        state.absent("b", version=1, why=why)
+    assert _join(state, "a").failure == "no manifest"
+    state.absent("b", version=1, why="again")
+    assert _join(state, "a").phase is Phase.GATHERING
+    other = _round()
+    round_id = _join(other, "a").round_id
+    other.absent("b", version=1, why="no manifest")
+    other.absent("b", version=1, why="no manifest")
+    assert other.view(round_id, "a", now=0.0).failure == "no manifest"
+    assert _join(other, "a").phase is Phase.GATHERING
+
+
+def test_a_source_that_will_not_come_for_another_version_leaves_the_round_alone() -> None:
+    state = _round()
+    round_id = _join(state, "a", version=7).round_id
+    state.absent("b", version=8, why="closed")
+    assert state.view(round_id, "a", now=0.0).phase is Phase.GATHERING
+    assert _join(state, "b", version=7).phase is Phase.OPENING
+    state.absent("b", version=8, why="closed")  # a second call of its, that waits for the first
+    state.opened(round_id, "a", now=0.0)
+    assert state.view(round_id, "b", now=0.0).phase is Phase.SENDING
+    state.fail(round_id, "a", "cancelled", now=0.0)
+    assert _join(state, "a", version=8).failure == "closed"
+    assert _join(state, "a", version=9).phase is Phase.GATHERING
+
+
+def test_a_round_with_all_its_sources_is_not_failed_by_who_does_not_come() -> None:
+    state = _round()
+    round_id = _sending(state)
+    state.absent("b", version=1, why="an earlier member of that name")
+    state.absent("c", version=1, why="one too many")
+    assert state.view(round_id, "a", now=0.0).phase is Phase.SENDING
+    for source in "ab":
+        state.sent(round_id, source, now=0.0)
+    assert state.closed(round_id, "a", now=0.0).phase is Phase.DONE
+
+
+def test_a_source_that_does_not_come_to_a_round_that_failed_already_fails_no_second_one() -> None:
+    state = _round()
+    state.fail(_join(state, "a").round_id, "a", "cancelled", now=0.0)
+    state.absent("b", version=1, why="no manifest")
+    assert _join(state, "a").phase is Phase.GATHERING
+    assert _join(state, "b").phase is Phase.OPENING
+
+
+def test_a_source_that_fails_before_a_second_try_is_told_of() -> None:
+    state = _round()
+    state.fail(_sending(state), "a", "cancelled", now=0.0)
+    state.absent("b", version=1, why="no manifest")
+    assert _join(state, "a").failure == "no manifest"
+    assert _join(state, "a").phase is Phase.GATHERING
+
+
+def test_only_some_versions_that_a_source_will_not_come_for_are_remembered() -> None:
+    state = _round()
+    for version in range(1, 20):
+        state.absent("b", version=version, why="no manifest")
+    assert _join(state, "a", version=19).phase is Phase.FAILED
+    assert _join(state, "a", version=1).phase is Phase.GATHERING
+
+
 def test_an_unknown_round_has_failed() -> None:
     assert _round().view("nobody", "a", now=0.0).phase is Phase.FAILED
 
 
 _STEPS = st.lists(
-    st.tuples(st.sampled_from(["join", "opened", "sent", "closed", "fail", "died", "view"]), st.sampled_from("abc")),
+    st.tuples(
+        st.sampled_from(["join", "opened", "sent", "closed", "fail", "died", "view", "absent"]), st.sampled_from("abc")
+    ),
     max_size=60,
 )
 
@@ -214,6 +311,8 @@ def test_whatever_comes_a_version_is_done_only_with_every_part(steps: list[tuple
         elif step == "died":
             state.died(f"{source}{now}", "died", now=at)
             dead.add(source)
+        elif step == "absent":
+            state.absent(source, version=1, why="why")
         elif current:
             before = state.view(current, source, now=at).phase
             args = ("why",) if step == "fail" else ()
