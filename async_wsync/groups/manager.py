@@ -24,7 +24,7 @@ from async_wsync.groups.rendezvous import Rendezvous
 from async_wsync.groups.update_group import UpdateGroup
 from async_wsync.protocols import RolloutEngine
 from async_wsync.runtime.cancellation import settle
-from async_wsync.runtime.engine_calls import EngineCalls, told
+from async_wsync.runtime.engine_calls import EngineCalls, asked, told
 from async_wsync.runtime.object_refs import node_address
 from async_wsync.types import MEMBER_MARGIN, Call, Timeouts, WireFormat
 
@@ -187,7 +187,8 @@ class GroupManager:
         # One that waits for another's join is freed by our farewell. Its adapter must not give it up before that.
         patient = replace(call, timeout=call.timeout + self._timeouts.close + MEMBER_MARGIN)
         for engine in members:
-            joins.append(calls.start(engine, "connect", engine.join(patient, rendezvous.spec, rank_offset=offset)))
+            join = asked(engine.join, patient, rendezvous.spec, rank_offset=offset)
+            joins.append(calls.start(engine, "connect", join))
             ranks.update({offset + i: engine.name for i in range(engine.num_ranks)})
             offset += engine.num_ranks
         greets = members[0].wire_format is WireFormat.PACKED  # a foreign engine knows nothing of our greeting
@@ -235,7 +236,7 @@ class GroupManager:
 
     async def _leave(self, members: Sequence[RolloutEngine], name: str, call: Call) -> None:
         there = [e for e in members if not self._is_lost(e.name)]  # a silent one would hold up the farewell
-        tasks = [asyncio.get_running_loop().create_task(_quietly(e, e.leave(call, name))) for e in there]
+        tasks = [asyncio.get_running_loop().create_task(_quietly(e, asked(e.leave, call, name))) for e in there]
         await settle(tasks, timeout=self._timeouts.close / 2)
         for task in tasks:
             task.cancel()

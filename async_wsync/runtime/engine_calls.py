@@ -17,7 +17,7 @@ from async_wsync.protocols import RolloutEngine
 from async_wsync.runtime.cancellation import settle
 from async_wsync.runtime.foreign_code import as_raised, contained
 
-__all__ = ["EngineCalls", "Interrupt", "Sent", "told", "watched"]
+__all__ = ["EngineCalls", "Interrupt", "Sent", "asked", "told", "watched"]
 
 
 T = TypeVar("T")
@@ -119,7 +119,7 @@ class EngineCalls:
         self,
         phase: str,
         engines: Iterable[RolloutEngine],
-        make: Callable[[RolloutEngine], Coroutine[Any, Any, Any]],
+        make: Callable[[RolloutEngine], Awaitable[Any]],
         *,
         limit: float,
         field: str,
@@ -129,7 +129,7 @@ class EngineCalls:
 
         ``also``: further futures that must succeed for the phase to be over (a collective, say).
         """
-        sent = [self.start(engine, phase, make(engine)) for engine in engines]
+        sent = [self.start(engine, phase, asked(make, engine)) for engine in engines]
         await self.first_failure(sent, also=also, limit=limit, field=field)
         answers = {s.engine: s.task.result() for s in sent}
         self.forget(sent)
@@ -225,6 +225,11 @@ async def told(engine: str, phase: str, call: Awaitable[T], *, bucket: int | Non
     except Exception as caught:
         error = as_raised(caught)
         raise EngineFailed(f"{engine}: {phase}: {_text(error)}", engine=engine, phase=phase, bucket=bucket) from error
+
+
+async def asked(method: Callable[..., Awaitable[T]], *args: Any, **options: Any) -> T:
+    """An adapter's method, called where it is awaited: it may raise at once, or return nothing to be awaited."""
+    return await method(*args, **options)
 
 
 def _text(error: BaseException) -> str:

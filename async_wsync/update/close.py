@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import AsyncExitStack
 
 from async_wsync.errors import LockError
 from async_wsync.groups.manager import GroupManager
 from async_wsync.protocols import UpdateLock
 from async_wsync.runtime.cancellation import settle
 from async_wsync.types import Call
+from async_wsync.update.locked_work import enter
 
 __all__ = ["close_groups"]
 
@@ -38,7 +40,8 @@ async def close_groups(links: GroupManager, lock: UpdateLock, *, source: str, li
 
 async def _farewell(links: GroupManager, lock: UpdateLock, *, source: str, limit: float) -> None:
     try:
-        async with lock.hold(label=f"{source} close", timeout=limit / 2) as held:
+        async with AsyncExitStack() as stack:
+            held = await enter(stack, lock, label=f"{source} close", timeout=limit / 2)
             await links.drop(links.all, Call(source=source, fence=held.fence, timeout=limit / 2))
     except Exception as error:
         why = str(error) if isinstance(error, LockError) else repr(error)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from async_wsync.errors import EngineFailed, EngineTimeout
 from async_wsync.protocols import RolloutEngine
-from async_wsync.runtime.engine_calls import told, watched
+from async_wsync.runtime.engine_calls import asked, told, watched
 from async_wsync.types import Call, EngineInfo, EngineState
 from async_wsync.update.roster import EngineRecord
 
@@ -63,7 +63,7 @@ async def _answers(hellos: Iterable[asyncio.Task[Answer]], *, all_needed: bool) 
 async def _hello(engine: RolloutEngine, call: Call, field: str) -> Answer:
     try:
         async with asyncio.timeout(call.timeout) as limit:
-            return await told(engine.name, "hello", engine.hello(call))
+            return await told(engine.name, "hello", asked(engine.hello, call))
     except EngineFailed as error:
         return error
     except TimeoutError:

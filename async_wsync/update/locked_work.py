@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
-from typing import Protocol, runtime_checkable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
+from typing import Any, Protocol, runtime_checkable
 
-from async_wsync.errors import Cancelled
+from async_wsync.errors import Cancelled, LockError
 from async_wsync.protocols import HeldLock, UpdateLock
 from async_wsync.runtime.cancellation import finish
 from async_wsync.runtime.engine_calls import EngineCalls, Interrupt
+from async_wsync.runtime.foreign_code import ForeignExit, contained
 from async_wsync.types import Timeouts
 
-__all__ = ["LockedWork", "refuse_holder"]
+__all__ = ["LockedWork", "enter", "refuse_holder"]
 
 Work = Callable[[EngineCalls, HeldLock], Awaitable[None]]
 
@@ -29,6 +30,30 @@ def refuse_holder(lock: UpdateLock) -> None:
     """Raise `SelfDeadlock` if the current task holds the lock: it would wait for our task, which waits for the lock."""
     if isinstance(lock, KnowsHolders):
         lock.refuse_holder()
+
+
+async def enter(stack: AsyncExitStack, lock: UpdateLock, *, label: str, timeout: float) -> HeldLock:
+    """Hold the lock until ``stack`` is left. A cancellation or an exit that the lock raises itself is a `LockError`."""
+    with _as_lock_error("hold() failed"):
+        holding = lock.hold(label=label, timeout=timeout)
+        held = await holding.__aenter__()
+
+    async def leave(*body: Any) -> bool | None:
+        with _as_lock_error("release failed"):
+            return await holding.__aexit__(*body)
+
+    stack.push_async_exit(leave)
+    return held
+
+
+@contextmanager
+def _as_lock_error(what: str) -> Iterator[None]:
+    try:
+        with contained(awaits=True):
+            yield
+    except ForeignExit as error:
+        cause = error.__cause__
+        raise LockError(f"the lock's {what}: it raised {cause!r}, though nobody asked for that") from cause
 
 
 class LockedWork:
@@ -65,8 +90,7 @@ class LockedWork:
             async with self._calls.interrupt.breaks_off():
                 if before is not None:
                     await before()
-                hold = self._lock.hold(label=self._label, timeout=self._timeouts.lock)
-                held = await stack.enter_async_context(hold)
+                held = await enter(stack, self._lock, label=self._label, timeout=self._timeouts.lock)
                 self._holding = True
             try:
                 await work(self._calls, held)

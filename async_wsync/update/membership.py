@@ -15,7 +15,7 @@ from async_wsync.errors import EngineFailed
 from async_wsync.groups.manager import GroupManager
 from async_wsync.protocols import HeldLock, RolloutEngine
 from async_wsync.runtime.cancellation import settle
-from async_wsync.runtime.engine_calls import EngineCalls, told
+from async_wsync.runtime.engine_calls import EngineCalls, asked, told
 from async_wsync.types import Call
 from async_wsync.update.fleet import Fleet
 from async_wsync.update.locked_work import LockedWork
@@ -70,6 +70,6 @@ async def close_adapters(engines: Iterable[RolloutEngine], *, limit: float) -> N
 
 async def _close(engine: RolloutEngine) -> None:
     try:
-        await told(engine.name, "aclose", engine.aclose())
+        await told(engine.name, "aclose", asked(engine.aclose))
     except EngineFailed as error:
         logger.warning("closing the adapter of engine %s failed: %s", engine.name, error)

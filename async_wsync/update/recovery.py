@@ -16,7 +16,7 @@ import asyncio
 from collections.abc import Iterable, Mapping
 
 from async_wsync.errors import EngineDied, EngineReplaced, EngineTimeout, UpdateFailed
-from async_wsync.runtime.engine_calls import Sent, told, watched
+from async_wsync.runtime.engine_calls import Sent, asked, told, watched
 from async_wsync.types import EngineOutcome, EngineState
 from async_wsync.update.attempt import Attempt
 from async_wsync.update.blame import blame
@@ -66,7 +66,7 @@ class Recovery:
             call = attempt.call(attempt.settings.timeouts.drain)
             for engine in link.engines:
                 if engine.name in stuck:
-                    farewell = told(engine.name, "abort", engine.abort(call, link.group.spec.name))
+                    farewell = told(engine.name, "abort", asked(engine.abort, call, link.group.spec.name))
                     tasks.append(watched(farewell))
         return tasks
 
@@ -117,7 +117,7 @@ class Recovery:
             return
         limit = min(attempt.settings.timeouts.begin, attempt.settings.timeouts.drain)
         call = attempt.call(limit)
-        sent = {e.name: attempt.calls.start(e, "reset", e.reset(call)) for e in open_ones}
+        sent = {e.name: attempt.calls.start(e, "reset", asked(e.reset, call)) for e in open_ones}
         await asyncio.wait({s.task for s in sent.values()}, timeout=limit)
         for engine in open_ones:
             one = sent[engine.name]

@@ -28,6 +28,7 @@ from async_wsync.update.attempt import Attempt
 from async_wsync.update.context import Settings, UpdateHistory, Verify
 from async_wsync.update.fleet import Fleet
 from async_wsync.update.hello import greet
+from async_wsync.update.locked_work import enter
 from async_wsync.update.recovery import Recovery, update_failed
 
 __all__ = ["Update"]
@@ -175,8 +176,8 @@ class Update:
             async with AsyncExitStack() as stack:
                 with self.history.during("lock"):
                     async with self.interrupt.breaks_off():
-                        hold = self.lock.hold(label=label, timeout=self.settings.timeouts.lock)
-                        self.history.held = await stack.enter_async_context(hold)
+                        limit = self.settings.timeouts.lock
+                        self.history.held = await enter(stack, self.lock, label=label, timeout=limit)
                 try:
                     if self.interrupt.reason is not None:  # it came with the grant
                         raise self.interrupt.reason

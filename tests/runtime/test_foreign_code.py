@@ -6,7 +6,8 @@ import asyncio
 import logging
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from types import FrameType
 from typing import Any
 
@@ -14,7 +15,7 @@ import anyio
 import pytest
 import torch
 
-from async_wsync.errors import EngineFailed, SourceError
+from async_wsync.errors import EngineFailed, LockError, SourceError
 from async_wsync.progress import make_progress
 from async_wsync.runtime.cancellation import finish
 from async_wsync.runtime.engine_calls import EngineCalls, Interrupt, told
@@ -23,6 +24,7 @@ from async_wsync.runtime.threads import DaemonWorker
 from async_wsync.sources import IterableSource, StateDictSource
 from async_wsync.sources.reader import SourceReader
 from async_wsync.types import Manifest, ParamMeta
+from async_wsync.update.locked_work import enter
 
 EXITS = [asyncio.CancelledError, SystemExit, KeyboardInterrupt, GeneratorExit]
 MANIFEST = Manifest(params=(ParamMeta(name="w", dtype="float32", shape=(2,)),))
@@ -163,6 +165,34 @@ async def test_what_an_engines_adapter_raises_is_the_engines_failure(error: type
     assert type(caught.value.__cause__) is error
 
 
+@pytest.mark.parametrize("error", [ValueError, *EXITS])
+async def test_what_an_adapters_method_that_is_no_coroutine_raises_is_the_engines_failure(
+    error: type[BaseException],
+) -> None:
+    def method(engine: Any) -> Any:
+        raise error("from the adapter")
+
+    class Engine:
+        name = "e0"
+
+    with pytest.raises(EngineFailed, match="e0: check: ") as caught:
+        await EngineCalls(Interrupt()).everyone("check", [Engine()], method, limit=10, field="begin")  # type: ignore[list-item]
+    assert (caught.value.engine, caught.value.phase) == ("e0", "check")
+    assert type(caught.value.__cause__) is error
+
+
+async def test_an_adapters_method_that_returns_nothing_to_await_is_the_engines_failure() -> None:
+    def method(engine: Any) -> Any:
+        return None
+
+    class Engine:
+        name = "e0"
+
+    with pytest.raises(EngineFailed, match="e0: check: TypeError") as caught:
+        await EngineCalls(Interrupt()).everyone("check", [Engine()], method, limit=10, field="begin")  # type: ignore[list-item]
+    assert (caught.value.engine, caught.value.phase) == ("e0", "check")
+
+
 async def test_a_future_that_somebody_else_cancelled_is_the_engines_failure_not_our_cancellation() -> None:
     async def method() -> None:
         future = asyncio.get_running_loop().create_future()
@@ -221,6 +251,65 @@ async def test_a_bar_that_raises_is_left_alone_whatever_it_raises(
         progress.close(status="done")
     assert fired == ["running", "done"]
     assert "the progress bar raised" in caplog.text
+
+
+# -------------------------------------------------------------------------------- locks
+
+
+class BadLock:
+    """A lock that raises ``error`` at one place."""
+
+    def __init__(self, place: str, error: type[BaseException]) -> None:
+        self.place, self.error = place, error
+        self.fired = 0
+
+    def _maybe(self, place: str) -> None:
+        if place == self.place:
+            self.fired += 1
+            raise self.error("from the lock")
+
+    def hold(self, *, label: str, timeout: float) -> Any:
+        self._maybe("hold")
+        return self._holding()
+
+    @asynccontextmanager
+    async def _holding(self) -> AsyncIterator[Any]:
+        self._maybe("enter")
+        yield "held"
+        self._maybe("release")
+
+
+@pytest.mark.parametrize("error", EXITS)
+@pytest.mark.parametrize("place", ["hold", "enter", "release"])
+async def test_what_a_lock_raises_is_a_lock_error_that_a_task_group_sees(
+    place: str, error: type[BaseException]
+) -> None:
+    lock = BadLock(place, error)
+
+    async def use() -> None:
+        async with AsyncExitStack() as stack:
+            await enter(stack, lock, label="l", timeout=1)
+
+    with pytest.raises(ExceptionGroup) as group:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(use())
+    (failure,) = group.value.exceptions
+    assert isinstance(failure, LockError)
+    assert type(failure.__cause__) is error
+    assert lock.fired == 1
+
+
+async def test_the_cancellation_of_who_holds_a_lock_goes_through_it() -> None:
+    async def use() -> None:
+        async with AsyncExitStack() as stack:
+            await enter(stack, BadLock("", ValueError), label="l", timeout=1)
+            await asyncio.sleep(60)
+
+    task = asyncio.ensure_future(use())
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
 
 
 # -------------------------------------------------------------------------------- signals
