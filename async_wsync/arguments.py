@@ -14,8 +14,10 @@ __all__ = [
     "flag",
     "function",
     "kind",
+    "lifetime",
     "names",
     "one_of",
+    "options",
     "patterns",
     "seconds",
     "text",
@@ -56,6 +58,11 @@ def one_of(what: str, value: Any, allowed: tuple[str, ...], *, none: bool = Fals
     return value
 
 
+def lifetime(value: Any) -> None:
+    """How long a Ray actor lives: as long as who made it, or, "detached", until it is killed."""
+    one_of("lifetime", value, ("detached", "non_detached"), none=True)
+
+
 def flag(what: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise ValueError(f"{what} must be True or False, got {value!r}")
@@ -78,6 +85,21 @@ def names(what: str, value: Any) -> list[str]:
         if not isinstance(item, str):
             raise ValueError(f"{what} must hold strings only, got {item!r}")
     return found
+
+
+def options(
+    what: str, value: Any, *, known: Iterable[str] | None = None, reserved: Iterable[str] = ()
+) -> dict[str, Any]:
+    """Keyword arguments as a dict, of names that are ``known`` (None: any will do) and not ``reserved``."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} must be a dict of keyword arguments, got {value!r}")
+    for name in value:
+        if not isinstance(name, str) or name in reserved or (known is not None and name not in known):
+            wanted = f": choose among {', '.join(known)}" if known is not None else ""
+            raise ValueError(f"{what} can't have {name!r}{wanted}")
+    return dict(value)
 
 
 def function(what: str, value: Any, *, none: bool = True) -> None:

@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from async_wsync import arguments
 from async_wsync.protocols import Progress
 from async_wsync.runtime.foreign_code import contained
 
@@ -79,6 +80,10 @@ class TqdmProgress:
     """
 
     def __init__(self, *, file: TextIO | None = None, label: str = "weights", leave: bool = True) -> None:
+        if file is not None and not all(callable(getattr(file, verb, None)) for verb in ("write", "flush", "isatty")):
+            raise ValueError(f"file must be a text file (write, flush and isatty), got {file!r}")
+        arguments.text("label", label)
+        arguments.flag("leave", leave)
         self._file = file
         self._label = label
         self._leave = leave
@@ -119,6 +124,7 @@ class RayTqdmProgress:
     """A bar for a source inside a Ray actor: drawn by the driver, at most one log record a second."""
 
     def __init__(self, *, label: str = "weights") -> None:
+        arguments.text("label", label)
         self._label = label
         self._bar: Any = None
 
@@ -145,6 +151,7 @@ class CallableProgress:
     """Calls ``fn`` with a `ProgressState` at the start, after every bucket and at the end."""
 
     def __init__(self, fn: Callable[[ProgressState], object]) -> None:
+        arguments.function("fn", fn, none=False)
         self._fn = fn
         self._state = ProgressState(
             version=0, done_bytes=0, total_bytes=0, done_buckets=0, num_buckets=0, status="running"

@@ -34,6 +34,7 @@ from async_wsync.engines.vllm.engine import VLLMActor, VLLMServer
 from async_wsync.integrations.miles import update_bucket
 from async_wsync.lock import adopt
 from async_wsync.phases import PHASES, field_of, not_within
+from async_wsync.progress import CallableProgress, RayTqdmProgress, TqdmProgress
 from tests.support.cluster import ROOT
 
 NAN, INF = math.nan, math.inf
@@ -128,6 +129,26 @@ COUNTS = (0, -1, 1.5, True, "2", None, NAN)
             refuses("num_sources", lambda **o: UpdateRound.create(name="r", **o), COUNTS),
             refuses("silence", lambda **o: UpdateRound.create(name="r", num_sources=1, **o), NOT_SECONDS),
             refuses("name", lambda **o: UpdateRound.create(num_sources=1, **o), ("", None, 1), "name of a round"),
+            refuses("lifetime", lambda **o: UpdateRound.create(name="r", num_sources=1, **o), ("forever", 1)),
+            refuses("num_sources", lambda **o: UpdateRound(name="r", **o), tuple(v for v in COUNTS if v is not None)),
+            refuses("lifetime", lambda **o: BroadcastLock.create(name="l", **o), ("forever", 1)),
+            refuses("lifetime", lambda **o: adopt(name="l", **o), ("forever", 1)),
+            *(
+                refuses(option, lambda **o: BroadcastLock.create(name="l", **o), values)
+                for option, values in (
+                    (
+                        "server_options",
+                        ("pidfds", 1, {"ttl": 3.0}, {"pidfd": True}, {"pidfds": 1}, {"waiter_silence": NAN}, {1: 2}),
+                    ),
+                    ("actor_options", ("num_cpus", [("num_cpus", 1)], {"name": "x"}, {"lifetime": "detached"})),
+                )
+            ),
+            refuses("actor_options", lambda **o: adopt(name="l", **o), ("num_cpus", 1, {"namespace": "x"})),
+            refuses("file", TqdmProgress, ("bar.log", 1, object())),
+            refuses("label", TqdmProgress, ("", 1, None)),
+            refuses("leave", TqdmProgress, (None, 1, "yes")),
+            refuses("label", RayTqdmProgress, ("", 1, None)),
+            refuses("fn", CallableProgress, (None, 1, "print")),
             refuses("handle", TorchEngine, (None, "e0", 3), "has no method"),
             refuses("name", lambda **o: TorchEngine(Actor(), **o), ("", 1)),
             refuses("method", lambda **o: TorchEngine(Actor(), **o), ("", 1)),
@@ -174,7 +195,7 @@ COUNTS = (0, -1, 1.5, True, "2", None, NAN)
 def test_a_wrong_argument_is_refused_where_it_enters(
     name: str, call: Callable[..., Any], value: Any, says: str
 ) -> None:
-    positional = name in ("factor", "handle", "url", "mapping", "model", "items") and call is not polled
+    positional = name in ("fn", "factor", "handle", "url", "mapping", "model", "items") and call is not polled
     with pytest.raises(ValueError, match=says):
         call(value) if positional else call(**{name: value})
 

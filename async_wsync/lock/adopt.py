@@ -16,6 +16,7 @@ import time
 from typing import Any
 
 from async_wsync import arguments
+from async_wsync.lock.client import ACTOR_NAMES
 from async_wsync.lock.server import LockServer
 from async_wsync.lock.state import Granted, Released, Waiting
 from async_wsync.types import Requester
@@ -80,9 +81,11 @@ def adopt(
     arguments.text("namespace", namespace, none=True)
     arguments.seconds("ttl", ttl)
     arguments.seconds("anonymous_ttl", anonymous_ttl, none=True)
+    arguments.lifetime(lifetime)
+    for_actor = arguments.options("actor_options", actor_options, reserved=ACTOR_NAMES)
     import ray
 
-    options = {"num_cpus": 0, "max_concurrency": 1, "max_restarts": 0, **(actor_options or {})}
+    options = {"num_cpus": 0, "max_concurrency": 1, "max_restarts": 0, **for_actor}
     return (
         ray.remote(AdoptedLockServer)
         .options(name=name, namespace=namespace, get_if_exists=True, lifetime=lifetime, **options)

@@ -15,6 +15,8 @@ from async_wsync.runtime.threads import DaemonWorker
 __all__ = ["BroadcastLock"]
 
 STATUS_TIMEOUT = 5.0
+#: What says which actor it is, and has an argument of its own.
+ACTOR_NAMES = ("name", "namespace", "get_if_exists", "lifetime")
 
 
 class BroadcastLock:
@@ -76,6 +78,13 @@ class BroadcastLock:
         to `LockServer`, ``actor_options`` to Ray, ``options`` as for `BroadcastLock`.
         """
         arguments.seconds("ttl", ttl)
+        arguments.lifetime(lifetime)
+        for_server = arguments.options("server_options", server_options, known=("waiter_silence", "pidfds"))
+        if "waiter_silence" in for_server:
+            arguments.seconds("server_options: waiter_silence", for_server["waiter_silence"])
+        if "pidfds" in for_server:
+            arguments.flag("server_options: pidfds", for_server["pidfds"])
+        for_actor = arguments.options("actor_options", actor_options, reserved=ACTOR_NAMES)
         import ray
 
         lock = cls(name=name, namespace=namespace or ray.get_runtime_context().namespace, ttl=ttl, **options)
@@ -85,12 +94,12 @@ class BroadcastLock:
             "max_restarts": -1,
             "max_task_retries": 0,  # a poll that Ray sent again by itself would be one that nobody counts
             "enable_task_events": False,
-            **(actor_options or {}),
+            **for_actor,
         }
         actor = ray.remote(LockServer).options(
             name=name, namespace=lock.namespace, get_if_exists=True, lifetime=lifetime, **ray_options
         )
-        lock._link.get_or_make(lambda: actor.remote(name, ttl=ttl, **(server_options or {})))
+        lock._link.get_or_make(lambda: actor.remote(name, ttl=ttl, **for_server))
         return lock
 
     @classmethod

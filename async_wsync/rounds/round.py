@@ -32,6 +32,8 @@ class UpdateRound:
     ) -> None:
         arguments.text("the name of a round", name)
         arguments.text("namespace", namespace, none=True)
+        if num_sources is not None:
+            arguments.at_least("num_sources", num_sources, 1)
         self.name = name
         self.namespace = namespace
         self._num_sources = num_sources
@@ -52,6 +54,7 @@ class UpdateRound:
         arguments.text("the name of a round", name)
         arguments.at_least("num_sources", num_sources, 1)
         arguments.seconds("silence", silence)
+        arguments.lifetime(lifetime)
         import ray
 
         namespace = namespace or ray.get_runtime_context().namespace
