@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import os
 import signal
+import threading
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -17,7 +18,7 @@ import pytest
 import ray
 import torch
 
-from async_wsync import BroadcastLock, EngineState, StateDictSource, UpdateFailed, WeightBroadcaster
+from async_wsync import BroadcastLock, EngineState, StateDictSource, TorchEngine, UpdateFailed, WeightBroadcaster
 from async_wsync.errors import RoundFailed
 from async_wsync.rounds.round import UpdateRound
 from async_wsync.runtime.object_refs import await_ref
@@ -337,6 +338,102 @@ async def test_the_failure_of_another_source_ends_the_wait_for_the_lock(rig: Rig
             await tasks[0]
         assert "lock_acquired" not in fleet.events[0]
         await fleet.update(4)
+
+
+# ------------------------------------------------------------------------ who never comes
+
+
+class Unready(StateDictSource):
+    """A source whose manifest takes ``seconds`` and then fails."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        super().__init__({})
+        self.seconds = seconds
+        self.asked = threading.Event()
+
+    def manifest(self) -> Any:
+        self.asked.set()
+        time.sleep(self.seconds)
+        raise RuntimeError("no manifest")
+
+
+class Mute(TorchEngine):
+    """An engine that this source can't reach."""
+
+    async def hello(self, call: Any) -> Any:
+        raise RuntimeError("no route")
+
+
+async def never_comes(fleet: Sources, how: str, version: int) -> str:
+    """The second source fails before it has joined its round; returns the reason that the others are to be told."""
+    broadcaster = fleet.broadcasters[1]
+    if how == "hello":
+        await broadcaster.replace_engine("e1", Mute(fleet.rig.handles["e1"], name="e1"))
+        with pytest.raises(UpdateFailed, match="no route"):
+            await fleet.update_of(1, version)
+        await broadcaster.replace_engine("e1", fleet.rig.engines(["e1"])[0])
+        return "no route"
+    source = Unready(0.0 if how == "manifest" else 1.0)
+    task = asyncio.create_task(broadcaster.update_weights(source, version=version, round=fleet.round))
+    await until(source.asked.is_set)
+    if how == "cancel":
+        task.cancel()
+        assert await seconds_of(task) < AT_ONCE
+        assert task.cancelled()
+        return "cancelled"
+    if how == "close":
+        await broadcaster.aclose()
+    with pytest.raises(UpdateFailed):
+        await task
+    if how == "close":
+        await broadcaster.connect()
+        return "was closed"
+    return "no manifest"
+
+
+@pytest.mark.parametrize("how", ["manifest", "hello", "cancel", "close"])
+async def test_a_source_that_fails_before_it_has_joined_ends_the_round_for_who_waits(rig: Rig, how: str) -> None:
+    async with sources(rig) as fleet:
+        await fleet.update(1)
+        first = fleet.start(0, 2)
+        await fleet.gathering()
+        why = await never_comes(fleet, how, 2)
+        assert await seconds_of(first) < AT_ONCE
+        with pytest.raises(UpdateFailed, match=f"(?s)source 'source-1': .*{why}") as caught:
+            await first
+        assert isinstance(caught.value.__cause__, RoundFailed)
+        assert not caught.value.started
+        assert set(fleet.broadcasters[0].engine_states.values()) == {EngineState.CURRENT}
+        await fleet.update(2)
+
+
+@pytest.mark.parametrize("how", ["manifest", "hello", "cancel", "close"])
+async def test_who_comes_after_a_source_that_failed_before_it_joined_is_told_so_once(rig: Rig, how: str) -> None:
+    async with sources(rig) as fleet:
+        await fleet.update(1)
+        why = await never_comes(fleet, how, 2)
+        first = fleet.start(0, 2)
+        assert await seconds_of(first) < AT_ONCE
+        with pytest.raises(UpdateFailed, match=f"(?s)source 'source-1': .*{why}") as caught:
+            await first
+        assert not caught.value.started
+        assert set(fleet.broadcasters[0].engine_states.values()) == {EngineState.CURRENT}
+        await fleet.update(2)
+
+
+async def test_a_call_that_waits_for_its_brother_in_a_round_fails_only_its_own_version(rig: Rig) -> None:
+    async with sources(rig) as fleet:
+        await fleet.update(1)
+        leader, follower = await both_in_the_middle(fleet, 2)
+        queued = fleet.start(1, 3)  # behind its own update to version 2
+        await asyncio.sleep(0.05)
+        queued.cancel()
+        await asyncio.gather(leader, follower)
+        assert await seconds_of(queued) < AT_ONCE
+        assert queued.cancelled()
+        with pytest.raises(UpdateFailed, match="source 'source-1': it was cancelled"):
+            await fleet.start(0, 3)
+        await fleet.update(3)
 
 
 # ------------------------------------------------------------------------ who does not fit
