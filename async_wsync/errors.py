@@ -41,6 +41,12 @@ __all__ = [
 ]
 
 
+def declared_facts(kind: type[WeightSyncError]) -> frozenset[str]:
+    """The names that ``kind`` and the kinds it is made from annotate."""
+    kinds = [cls for cls in kind.__mro__ if issubclass(cls, WeightSyncError)]
+    return frozenset(name for cls in kinds for name in vars(cls).get("__annotations__", ()))
+
+
 def _rebuild(cls: type[WeightSyncError], message: str, state: dict[str, Any]) -> WeightSyncError:
     error = cls.__new__(cls)
     Exception.__init__(error, message)
@@ -49,11 +55,24 @@ def _rebuild(cls: type[WeightSyncError], message: str, state: dict[str, Any]) ->
 
 
 class WeightSyncError(Exception):
-    """Root of the tree. Keyword arguments become attributes."""
+    """Root of the tree.
+
+    Args:
+        message: what went wrong, for a person.
+        facts: what code can act on, as attributes. Each kind of error declares its own.
+
+    Raises TypeError for a fact that the kind does not declare.
+    """
 
     def __init__(self, message: str, **facts: Any) -> None:
+        if unknown := facts.keys() - declared_facts(type(self)):
+            raise TypeError(f"{type(self).__name__} has no fact {', '.join(sorted(unknown))}")
         super().__init__(message)
         self.__dict__.update(facts)
+
+    def facts_for(self, kind: type[WeightSyncError]) -> dict[str, Any]:
+        """The facts that this error was given and that ``kind`` declares too."""
+        return {name: value for name, value in vars(self).items() if name in declared_facts(kind)}
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The default would call ``cls(*args)`` and lose every keyword argument.

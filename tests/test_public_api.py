@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -52,13 +54,37 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 @pytest.mark.parametrize("name", errors.__all__)
 def test_every_error_survives_pickling_with_its_facts(name: str) -> None:
-    error = getattr(errors, name)("what happened", engine="rollout-1", bucket=3)
+    kind = getattr(errors, name)
+    facts = {fact: f"some {fact}" for fact in errors.declared_facts(kind)}
+    error = kind("what happened", **facts)
     error.add_note("beside it")
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is type(error)
-    assert (str(copy), copy.engine, copy.bucket) == ("what happened", "rollout-1", 3)
+    assert str(copy) == "what happened"
+    assert {fact: getattr(copy, fact) for fact in facts} == facts
     assert copy.__notes__ == ["beside it"]
     assert isinstance(copy, errors.WeightSyncError)
+
+
+def test_an_error_takes_no_fact_that_its_kind_does_not_declare() -> None:
+    with pytest.raises(TypeError, match="EngineDied has no fact enigne"):
+        errors.EngineDied("gone", enigne="e0")
+    with pytest.raises(TypeError, match="SelfDeadlock has no fact errno"):  # one of OSError's, as TimeoutError is
+        errors.SelfDeadlock("twice", errno=3)
+    timeout = errors.EngineTimeout("late", engine="e0", field="bucket", seconds=3.0)
+    assert timeout.facts_for(errors.EngineFailed) == {"engine": "e0"}
+
+
+def test_every_fact_that_the_package_gives_an_error_is_declared() -> None:
+    calls = wrong = 0
+    for path in Path(async_wsync.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in errors.__all__:
+                facts = {keyword.arg for keyword in node.keywords if keyword.arg is not None}
+                calls += 1
+                wrong += bool(facts - errors.declared_facts(getattr(errors, node.func.id)))
+    assert calls > 50
+    assert wrong == 0
 
 
 @pytest.mark.parametrize("name", ["AcquireTimeout", "PhaseTimeout", "EngineTimeout"])

@@ -46,7 +46,7 @@ class Failure:
             kind = type(original) if isinstance(original, EngineFailed) else EngineFailed
             if isinstance(original, StaleFence):
                 kind = StaleCall
-            error = kind(f"{engine}: {where}: {original}", **{**original.__dict__, **facts})
+            error = kind(f"{engine}: {where}: {original}", **{**original.facts_for(kind), **facts})
         else:
             error = EngineFailed(f"{engine}: {where}: {self.text}", **facts)
         original.add_note(f"Traceback at the engine:\n{self.trace}")

@@ -65,7 +65,7 @@ def _renamed(error: EngineTimeout, culprits: set[str]) -> EngineTimeout:
     """A deadline names everyone still waiting; afterwards we know who held them up."""
     if not culprits or culprits == set(error.waiting_for):
         return error
-    facts = {**error.__dict__, "engine": sorted(culprits)[0], "waiting_for": tuple(sorted(culprits))}
+    facts = {**error.facts_for(EngineTimeout), "engine": sorted(culprits)[0], "waiting_for": tuple(sorted(culprits))}
     names = ", ".join(sorted(culprits))
     where = error.phase if error.bucket is None else f"{error.phase} {error.bucket}"
     return EngineTimeout(
@@ -80,7 +80,8 @@ def _with_names(error: RendezvousError, culprits: set[str]) -> RendezvousError:
     if error.waiting_for or not culprits:
         return error
     names = tuple(sorted(culprits))
-    named = RendezvousError(f"{error}; {', '.join(names)} held it up", **{**error.__dict__, "waiting_for": names})
+    facts = {**error.facts_for(RendezvousError), "waiting_for": names}
+    named = RendezvousError(f"{error}; {', '.join(names)} held it up", **facts)
     named.__cause__ = error
     return named
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from async_wsync.engines.rejection import rejection
 from async_wsync.engines.replies import looks_collective
-from async_wsync.errors import EngineBusy, EngineFailed, EngineRejected, StaleCall
+from async_wsync.errors import EngineBusy, EngineFailed, EngineRejected, StaleCall, declared_facts
 from async_wsync.types import Base, BucketSpec, Call, GroupSpec, Manifest, ParamMeta, UpdateSpec
 
 __all__ = [
@@ -178,7 +178,8 @@ def rebuild(failure: Mapping[str, Any], *, engine: str, phase: str, bucket: int 
     """The error to raise at the source. The traceback inside vLLM is a note on it."""
     kind = failure["kind"]
     cls = _KINDS.get(kind, EngineFailed)
-    facts = {k: tuple(v) if isinstance(v, list) else v for k, v in failure["facts"].items()}
+    given = {k: tuple(v) if isinstance(v, list) else v for k, v in failure["facts"].items()}
+    facts = {name: value for name, value in given.items() if name in declared_facts(cls)}
     where = phase if bucket is None else f"{phase} {bucket}"
     what = failure["text"] if cls is not EngineFailed else f"{kind}: {failure['text']}"
     facts |= {"engine": engine, "phase": phase, "bucket": bucket, "is_collective": failure["is_collective"]}
