@@ -114,16 +114,21 @@ async def rig(_rig: Rig) -> Rig:
     return _rig
 
 
+def _started(count: int) -> Iterator[list[Rig]]:
+    rigs = [Rig() for _ in range(count)]
+    for rig in rigs:
+        rig.start()
+    for rig in rigs:
+        rig.wait()
+    yield rigs
+    for rig in rigs:
+        rig.close()
+
+
 @pytest.fixture(scope="session")
 def _rigs(_rig: Rig) -> Iterator[list[Rig]]:
-    others = [Rig() for _ in range(NUM_RIGS - 1)]
-    for rig in others:
-        rig.start()
-    for rig in others:
-        rig.wait()
-    yield [_rig, *others]
-    for rig in others:
-        rig.close()
+    for others in _started(NUM_RIGS - 1):
+        yield [_rig, *others]
 
 
 @pytest.fixture
@@ -131,6 +136,12 @@ async def rigs(_rigs: list[Rig]) -> list[Rig]:
     """As many as are worth it where updates mostly wait for a limit."""
     await asyncio.gather(*(rig.ready() for rig in _rigs))
     return _rigs
+
+
+@pytest.fixture(scope="module")
+def more_rigs(_rigs: list[Rig]) -> Iterator[list[Rig]]:
+    """As many again, for limits of several seconds."""
+    yield from _started(NUM_RIGS)
 
 
 @pytest.fixture

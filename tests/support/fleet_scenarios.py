@@ -309,7 +309,12 @@ class Chaos:
         wait = 30.0 if fault == "kill lock server" else 1.0
         self.leaks += not await is_free(self.rounds.lock, within=wait)
 
-    async def resources(self) -> list[dict[str, int]]:
+    async def resources_at_rest(self) -> list[dict[str, int]]:
+        """After an update that reached everybody: with all groups and connections there, however the last one ended."""
+        outcomes = await self.update()
+        assert [o["error"] for o in outcomes] == [None, None], outcomes
+        assert await self.rounds.hold_current()
+        await asyncio.sleep(0.5)
         steady = [self.rounds.engines.handles[name] for name in STEADY_ENGINES]
         return list(
             await asyncio.gather(
@@ -334,12 +339,8 @@ async def random_chaos(*, updates: int, every: int, seed: int) -> Figures:
             await chaos.faulty_update(FAULTS[turn // every % len(FAULTS)])
         figures.seconds.append(time.monotonic() - began)
         if turn == max(updates // 4, 1):
-            before = await chaos.resources()
-    outcomes = await chaos.update()
-    assert [o["error"] for o in outcomes] == [None, None], outcomes
-    assert await chaos.rounds.hold_current()
-    await asyncio.sleep(0.5)
-    after = await chaos.resources()
+            before = await chaos.resources_at_rest()
+    after = await chaos.resources_at_rest()
     assert before is not None
     for sampler in chaos.samplers.values():
         sampler.cancel()
