@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from async_wsync import StateDictSource, TorchEngine, WeightBroadcaster, WeightReceiver
 from async_wsync.runtime.loop_gap import LoopGapMeter
-from async_wsync.transfer.checksum import combined, model_digests
+from async_wsync.transfer.checksum import combined_digest, model_digests
 
 ENGINES = 2
 GROUP_TIMEOUT = timedelta(seconds=120)
@@ -135,7 +135,7 @@ class Engine(WeightReceiver):
         return self.memory.stop()
 
     def checksum(self) -> str:
-        return combined(model_digests(self.model))
+        return combined_digest(model_digests(self.model))
 
 
 # -------------------------------------------------------------------------------- the three ways
@@ -229,7 +229,7 @@ class Bench:
             theirs = max(ray.get([engine.peak_memory.remote() for engine in self.engines]))
         if way != "a":
             checksums = ray.get([engine.checksum.remote() for engine in self.engines])
-            assert set(checksums) == {combined(model_digests(self.model))}, f"{way}: the weights did not arrive"
+            assert set(checksums) == {combined_digest(model_digests(self.model))}, f"{way}: the weights did not arrive"
         return Sample(seconds, meter.longest, mine, theirs, phases)
 
 

@@ -11,8 +11,7 @@ import ray
 import torch
 from torch import nn
 
-from async_wsync import BroadcastLock, ModuleSource, TorchEngine, WeightBroadcaster, WeightReceiver
-from async_wsync.engines.torch.messages import Reply, Request
+from async_wsync import BroadcastLock, ModuleSource, Reply, Request, TorchEngine, WeightBroadcaster, WeightReceiver
 
 VOCABULARY, WIDTH = 512, 256
 

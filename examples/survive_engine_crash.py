@@ -14,8 +14,16 @@ import ray
 import torch
 from torch import nn
 
-from async_wsync import EngineNotServing, ModuleSource, TorchEngine, UpdateEvent, WeightBroadcaster, WeightReceiver
-from async_wsync.transfer.checksum import combined, model_digests
+from async_wsync import (
+    EngineNotServing,
+    ModuleSource,
+    TorchEngine,
+    UpdateEvent,
+    WeightBroadcaster,
+    WeightReceiver,
+    combined_digest,
+    model_digests,
+)
 
 LAYERS, WIDTH, MIB = 8, 512, 1024 * 1024
 
@@ -38,7 +46,7 @@ class Engine(WeightReceiver):
         """A sample: the version it was made with, and a checksum of the very weights that made it."""
         with self.serving(wait=5.0) as version, torch.inference_mode():
             self.model(torch.ones(WIDTH))
-            return version, combined(model_digests(self.model.state_dict()))
+            return version, combined_digest(model_digests(self.model.state_dict()))
 
 
 async def keep_generating(engine: ray.actor.ActorHandle, samples: list[tuple[int | None, str]]) -> None:
@@ -80,7 +88,7 @@ async def main() -> None:
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.add_(torch.randn_like(parameter) * 0.01)
-            made[version] = combined(model_digests(model.state_dict()))
+            made[version] = combined_digest(model_digests(model.state_dict()))
             print((await broadcaster.update_weights(ModuleSource(model), version=version)).summary())
 
         await push(1)

@@ -29,7 +29,7 @@ from async_wsync import (
 )
 from async_wsync.phases import PHASES
 from async_wsync.testing import Fault, LoopGapMeter, start_engine
-from async_wsync.transfer.checksum import combined, model_digests
+from async_wsync.transfer.checksum import combined_digest, model_digests
 from tests.support.cluster import RayCluster
 from tests.support.fleet import (
     BUCKET_BYTES,
@@ -369,7 +369,7 @@ async def test_a_source_that_can_be_walked_once_is_verified_all_the_same(rig: Ri
     async with rig.broadcaster(["e0"]) as broadcaster:
         report = await broadcaster.update_weights(source, version=rig.next_version(), verify="source")
     assert walks == 1
-    assert report.checksum == combined(digests_of(model))
+    assert report.checksum == combined_digest(digests_of(model))
 
 
 def many_small_ones() -> nn.Module:

@@ -32,7 +32,7 @@ def test_importing_the_package_imports_neither_torch_nor_ray_and_starts_nothing(
 @pytest.mark.parametrize("name", [name for name in async_wsync.__all__ if name != "__version__"])
 def test_every_public_name_is_there_and_documented(name: str) -> None:
     value = getattr(async_wsync, name)
-    assert inspect.isclass(value)
+    assert inspect.isclass(value) or inspect.isfunction(value)
     assert value.__name__ == name
     assert (value.__doc__ or "").strip(), f"{name} has no docstring"
 
@@ -96,3 +96,13 @@ def test_the_package_is_typed_for_its_users() -> None:
     from importlib.resources import files
 
     assert files("async_wsync").joinpath("py.typed").is_file()
+
+
+def test_examples_and_docs_import_public_names_only() -> None:
+    root = Path(async_wsync.__file__).parent.parent
+    pages = [*sorted((root / "examples").glob("*.py")), *sorted((root / "docs").glob("*.md")), root / "README.md"]
+    lines = [(page.name, line.strip()) for page in pages for line in page.read_text().splitlines()]
+    imports = [(page, line) for page, line in lines if line.startswith(("from async_wsync", "import async_wsync"))]
+    assert len(imports) > 8
+    allowed = ("from async_wsync import", "from async_wsync.testing import", "from async_wsync.integrations.")
+    assert not [(page, line) for page, line in imports if not line.startswith(allowed)]

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from async_wsync.demo.engine import EngineTally
 from async_wsync.report import UpdateReport, format_bytes, format_seconds
-from async_wsync.transfer.checksum import combined
+from async_wsync.transfer.checksum import combined_digest
 
 __all__ = ["DemoResult", "EngineResult", "UpdateResult"]
 
@@ -78,7 +78,7 @@ class EngineResult:
 
     @classmethod
     def of(cls, name: str, tally: EngineTally, trainer_checksum: str) -> Self:
-        checksum = combined(tally.digests)
+        checksum = combined_digest(tally.digests)
         return cls(
             name=name,
             version=tally.version,

@@ -21,7 +21,7 @@ from async_wsync.errors import UpdateFailed
 from async_wsync.lock import BroadcastLock
 from async_wsync.report import format_seconds
 from async_wsync.runtime.object_refs import await_ref
-from async_wsync.transfer.checksum import combined
+from async_wsync.transfer.checksum import combined_digest
 
 __all__ = ["DemoOptions", "run_demo"]
 
@@ -185,7 +185,7 @@ class _Demo:
         results = []
         for name, handle in self._handles.items():
             tally: EngineTally = await await_ref(handle.tally.remote())
-            results.append(EngineResult.of(name, tally, combined(digests)))
+            results.append(EngineResult.of(name, tally, combined_digest(digests)))
         return tuple(results)
 
     async def _sample(self, handle: Any, *, version: int | None) -> Sample | None:

@@ -17,7 +17,7 @@ from async_wsync.engines.failure import Failure
 from async_wsync.engines.torch import messages as p
 from async_wsync.engines.torch.receiver import WeightReceiver
 from async_wsync.errors import EngineFailed
-from async_wsync.transfer.checksum import combined, model_digests
+from async_wsync.transfer.checksum import combined_digest, model_digests
 from async_wsync.types import BucketSpec
 
 __all__ = ["Action", "Fault", "ScriptedEngine", "Seen", "start_engine"]
@@ -135,7 +135,7 @@ class ScriptedEngine(WeightReceiver):
         """
         with self.serving() as version:
             _pass_time(seconds)
-            return version, combined(self.digests())
+            return version, combined_digest(self.digests())
 
     # ------------------------------------------------------------------ the script
 

@@ -10,7 +10,7 @@ import torch
 
 from async_wsync.transfer.tensors import dtype_name
 
-__all__ = ["combined", "model_digests", "tensor_digest"]
+__all__ = ["combined_digest", "model_digests", "tensor_digest"]
 
 _DIGEST_BYTES = 16
 
@@ -34,7 +34,7 @@ def model_digests(named: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.
     return {name: tensor_digest(tensor) for name, tensor in pairs}
 
 
-def combined(digests: Mapping[str, str]) -> str:
+def combined_digest(digests: Mapping[str, str]) -> str:
     """One digest of all, independent of their order."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for name in sorted(digests):

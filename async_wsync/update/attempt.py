@@ -19,7 +19,7 @@ from async_wsync.groups.manager import GroupManager, Link
 from async_wsync.protocols import Progress, RolloutEngine
 from async_wsync.runtime.engine_calls import EngineCalls
 from async_wsync.sources.reader import BucketStream, SourceReader
-from async_wsync.transfer.checksum import combined
+from async_wsync.transfer.checksum import combined_digest
 from async_wsync.types import Base, BucketSpec, Call, EngineState, PauseMode, UpdateSpec
 from async_wsync.update.context import Settings, UpdateHistory, Verify
 from async_wsync.update.fleet import Fleet
@@ -302,7 +302,7 @@ class Attempt:
                     engine=engine.name,
                     phase="verify",
                 )
-        self.history.checksum = combined(wanted) if wanted else None
+        self.history.checksum = combined_digest(wanted) if wanted else None
 
     async def _verify_by_own_means(self, engines: Sequence[RolloutEngine], against: Verify) -> None:
         own = [e for e in engines if isinstance(e, HasOwnChecks)]

@@ -21,7 +21,7 @@ from torch import nn
 from async_wsync import ModuleSource, TorchEngine
 from async_wsync.errors import EngineNotServing, LockUnavailable
 from async_wsync.testing import ScriptedEngine
-from async_wsync.transfer.checksum import combined, model_digests
+from async_wsync.transfer.checksum import combined_digest, model_digests
 from async_wsync.types import Timeouts
 
 LAYERS, WIDTH = 6, 128
@@ -42,7 +42,7 @@ def source(seed: int) -> ModuleSource:
 
 def checksum(seed: int) -> str:
     """What `ScriptedEngine.generate` returns beside the version, for an engine that holds exactly this model."""
-    return combined(model_digests(layers(seed).state_dict()))
+    return combined_digest(model_digests(layers(seed).state_dict()))
 
 
 def resources() -> dict[str, int]:

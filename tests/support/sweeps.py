@@ -15,7 +15,7 @@ from async_wsync import BroadcastLock, EngineDied, EngineState, ModuleSource, Ti
 from async_wsync.protocols import EventHook
 from async_wsync.sources.bucket_stream import StagedBucket
 from async_wsync.testing import CANCEL_KINDS, CancelKind, KillRun, cancel_at_every_await, kill_at_every_event
-from async_wsync.transfer.checksum import combined, model_digests
+from async_wsync.transfer.checksum import combined_digest, model_digests
 from async_wsync.types import UpdateEvent
 from tests.support.changing_fleet import Samples, keep_sampling
 from tests.support.fleet import LIMITS, NAMES, Rig, a_model, update_tasks
@@ -61,7 +61,7 @@ class Subject:
     def full(self, broadcaster: WeightBroadcaster, **options: Any) -> Coroutine[Any, Any, Any]:
         """An update with the weights that engines have before the one under test, and after their healing."""
         version = self.rig.next_version()
-        self.whole[version] = combined(model_digests(a_model(2).state_dict()))
+        self.whole[version] = combined_digest(model_digests(a_model(2).state_dict()))
         return broadcaster.update_weights(ModuleSource(a_model(2)), version=version, **options)
 
     def tested(self, broadcaster: WeightBroadcaster) -> Coroutine[Any, Any, Any]:
@@ -69,7 +69,7 @@ class Subject:
         version, part = self.rig.next_version(), PART if self.setting.partial else ("",)
         state, new = a_model(2).state_dict(), a_model(1)
         state |= {name: tensor for name, tensor in new.state_dict().items() if name.startswith(part)}
-        self.whole[version] = combined(model_digests(state))
+        self.whole[version] = combined_digest(model_digests(state))
         source = ModuleSource(new, include=lambda name: name.startswith(part))
         return broadcaster.update_weights(source, version=version, strict=not self.setting.partial)
 

@@ -5,7 +5,7 @@ import hashlib
 import pytest
 import torch
 
-from async_wsync.transfer.checksum import combined, model_digests, tensor_digest
+from async_wsync.transfer.checksum import combined_digest, model_digests, tensor_digest
 
 
 def test_a_digest_is_blake2b_over_dtype_shape_and_bytes() -> None:
@@ -56,6 +56,6 @@ def test_a_conjugate_view_is_digested_as_the_values_it_shows() -> None:
 
 def test_the_combined_digest_depends_on_names_and_digests_but_not_on_their_order() -> None:
     digests = model_digests({"a": torch.zeros(2), "b": torch.ones(2)})
-    assert combined(digests) == combined(dict(reversed(list(digests.items()))))
-    assert combined(digests) != combined({"a": digests["b"], "b": digests["a"]})
+    assert combined_digest(digests) == combined_digest(dict(reversed(list(digests.items()))))
+    assert combined_digest(digests) != combined_digest({"a": digests["b"], "b": digests["a"]})
     assert model_digests(iter([("a", torch.zeros(2))])) == {"a": digests["a"]}
