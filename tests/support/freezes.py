@@ -38,7 +38,7 @@ class Freezes:
 
 
 #: What an engine's outcome calls a phase, if it is not the verb.
-_CALLED = {"join": {"connect"}, "receive": {"bucket"}}
+_CALLED = {"join": "connect"}
 
 #: Seconds beside the limits: of the phases before, of a busy machine; and of another attempt, without the engine.
 _BESIDE, _ANOTHER = 2.0, 1.0
@@ -86,7 +86,7 @@ async def freeze_sweep(
         finally:
             rig.kill(victim, signal.SIGCONT)
         figures.runs += 1
-        figures.fired += frozen and (fault.seconds > 0 or outcome.phase in _CALLED.get(phase, {phase}))
+        figures.fired += frozen and (fault.seconds > 0 or outcome.phase == _CALLED.get(phase, phase))
         figures.slowest = max(figures.slowest, took)
         where = f"{victim} in {phase}, run {turn}"
         limit = longest(limits, dropping=dropping)
