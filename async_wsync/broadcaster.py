@@ -22,7 +22,6 @@ import socket
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, nullcontext
-from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
@@ -40,11 +39,12 @@ from async_wsync.runtime.cancellation import finish
 from async_wsync.runtime.foreign_code import contained
 from async_wsync.runtime.signals import end_quietly_on_sigterm
 from async_wsync.sources.reader import SourceReader
-from async_wsync.types import EngineInfo, EngineState, PauseMode, Timeouts, UpdateEvent
+from async_wsync.types import EngineState, PauseMode, Timeouts, UpdateEvent
 from async_wsync.update.close import close_groups
 from async_wsync.update.connect import connect_all
-from async_wsync.update.context import Settings, UpdateHistory, Verify
+from async_wsync.update.context import BroadcasterContext, Settings, UpdateRequest, Verify, cuda_here
 from async_wsync.update.fleet import Fleet, listed
+from async_wsync.update.history import UpdateHistory
 from async_wsync.update.locked_work import refuse_holder
 from async_wsync.update.membership import change_members, close_adapters
 from async_wsync.update.recovery import update_failed
@@ -108,15 +108,15 @@ class WeightBroadcaster:
         arguments.function("on_event", on_event)
         if lock is not None and not callable(getattr(lock, "hold", None)):
             raise ValueError(f"lock must be a BroadcastLock, a PolledLock or None, got {lock!r}")
-        one_of("backend", backend, ("auto", "gloo", "nccl"))
         at_least("bucket_bytes", bucket_bytes, 1)
         at_least("num_buffers", num_buffers, 1)
         at_least("min_engines", min_engines, 1)
         at_least("max_rebuilds", max_rebuilds, 0)
-        self._settings = Settings(
+        settings = Settings(
             bucket_bytes=bucket_bytes,
             num_buffers=num_buffers,
             timeouts=timeouts,
+            backend=one_of("backend", backend, ("auto", "gloo", "nccl")),
             pause_mode=_pause_mode(pause_mode),
             resume_policy=one_of("resume_policy", resume_policy, ("whole", "current", "never")),
             on_engine_failure=one_of("on_engine_failure", on_engine_failure, ("raise", "drop")),
@@ -128,16 +128,22 @@ class WeightBroadcaster:
         )
         self._fleet = Fleet(engines)
         self._lock: UpdateLock = lock if lock is not None else NullLock()
-        self._backend = backend
-        self._progress = SafeProgress(make_progress(progress))
         self._on_event = on_event
         self.name = name or f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:6]}"
-        self._links = GroupManager(
+        self._groups = GroupManager(
             topology=topology,
             master_address=master_address,
             timeouts=timeouts,
             num_buffers=num_buffers,
             is_lost=self._fleet.roster.is_lost,
+        )
+        self._context = BroadcasterContext(
+            source=self.name,
+            fleet=self._fleet,
+            groups=self._groups,
+            lock=self._lock,
+            settings=settings,
+            progress=SafeProgress(make_progress(progress)),
         )
         self._version: int | None = None
         self._turns = Turns(self.name, self._lock)
@@ -154,7 +160,7 @@ class WeightBroadcaster:
         await self.aclose()
 
     async def connect(self) -> None:
-        """Greet every engine and form the update groups, under the lock. Bounded by ``timeouts.connect`` each.
+        """Say hello to every engine and form the update groups, under the lock. Bounded by ``timeouts.connect`` each.
 
         Opens a broadcaster that is new or closed; an update on a new one forms the groups by itself. If it fails, a
         broadcaster that was open stays open, any other is closed. Raises ValueError while the broadcaster is being
@@ -164,27 +170,12 @@ class WeightBroadcaster:
         async with self._turns.take_to_open() as was_open:
             connected = False
             try:
-                with self._turns.locked_work("connect", self._settings.timeouts) as locked_work:
-                    await connect_all(
-                        self._fleet,
-                        self._links,
-                        locked_work,
-                        self._settings,
-                        choose_backend=self._pick_backend,
-                        source=self.name,
-                        keep=was_open,
-                    )
+                with self._turns.locked_work("connect", self._context.settings.timeouts) as locked_work:
+                    await connect_all(self._context, locked_work, keep=was_open)
                 connected = True
             finally:
                 if not (connected or was_open):
                     await finish(self._close(), name=f"{self.name}: close")
-
-    def _pick_backend(self, infos: Sequence[EngineInfo], *, source_device: str | None = None) -> str:
-        if self._backend != "auto":
-            return self._backend
-        cuda = [info.device.startswith("cuda") for info in infos]
-        here = _cuda_here() if source_device is None else source_device.startswith("cuda")
-        return "nccl" if here and all(cuda) else "gloo"
 
     async def aclose(self) -> None:
         """Leave and close all groups. Idempotent and quiet: it never raises for an engine, for the lock or for Ray.
@@ -194,14 +185,13 @@ class WeightBroadcaster:
         opens by itself; a new `connect` does. Raises `SelfDeadlock`, and closes nothing, where there are groups to
         close and the caller holds the lock.
         """
-        if self._links.all:
+        if self._groups.all:
             refuse_holder(self._lock)
         await self._turns.close(self._close)
 
     async def _close(self) -> None:
-        limit = self._settings.timeouts.close
-        await close_groups(self._links, self._lock, source=self.name, limit=limit)
-        await close_adapters(self._fleet.engines, limit=limit)
+        await close_groups(self._context)
+        await close_adapters(self._fleet.engines, limit=self._context.settings.timeouts.close)
 
     # ----------------------------------------------------------------------------- updates
 
@@ -242,63 +232,45 @@ class WeightBroadcaster:
         groups = arguments.patterns("atomic_groups", atomic_groups)
         _check_version(version)
         member = None if round is None else round.member(self.name, version=version)
-        taking_part = nullcontext() if member is None else member.taking_part(limit=self._settings.timeouts.drain)
+        taking_part = (
+            nullcontext() if member is None else member.taking_part(limit=self._context.settings.timeouts.drain)
+        )
         async with taking_part, self._turn_to_update("update_weights", version):
             self._check_newer(version)
             if base is not None and (strict or isinstance(base, bool) or not isinstance(base, int)):
                 raise ValueError(f"base must be an int, and goes with strict=False; got {base!r}")
-            return await self._run(
-                source,
+            request = UpdateRequest(
                 version=version,
                 targets=self._fleet.names,
                 strict=strict,
-                builds_on=self._version if base is None else base,
-                builds_on_ours=base is None,
+                base=self._version if base is None else base,
+                base_is_ours=base is None,
                 allow_empty=allow_empty,
                 verify=verify,
                 pause_mode=self._pause_mode_of_all(pause_mode),
                 atomic_groups=groups,
-                member=member,
             )
+            return await self._run(source, request, member)
 
-    async def _run(
-        self,
-        source: WeightSource,
-        *,
-        version: int,
-        verify: Verify | None,
-        member: RoundMember | None = None,
-        **options: Any,
-    ) -> UpdateReport:
+    async def _run(self, source: WeightSource, request: UpdateRequest, member: RoundMember | None) -> UpdateReport:
         end_quietly_on_sigterm()
-        history = UpdateHistory(version=version, emit=self._emit)
-        kind: Callable[..., Update] = Update if member is None else partial(SharedUpdate, member=member)
-        update = kind(
-            fleet=self._fleet,
-            links=self._links,
-            lock=self._lock,
-            settings=self._settings,
-            history=history,
-            progress=self._progress,
+        history = UpdateHistory(version=request.version, emit=self._emit)
+        reader = SourceReader(
+            source,
+            num_buffers=self._context.settings.num_buffers,
             # Hashed as it is sent: not every source can be read twice, nor by us alone.
-            reader=SourceReader(
-                source,
-                num_buffers=self._settings.num_buffers,
-                digests=verify == "source",
-                find_device=self._backend != "gloo" and _cuda_here(),
-            ),
-            source=self.name,
-            choose_backend=self._pick_backend,
-            verify=verify,
-            **options,
+            digests=request.verify == "source",
+            find_device=self._context.settings.backend != "gloo" and cuda_here(),
         )
-        task = asyncio.get_running_loop().create_task(update.run(), name=f"{self.name}: update {version}")
+        context = self._context.for_update(request, reader=reader, history=history)
+        update = Update(context) if member is None else SharedUpdate(context, member)
+        task = asyncio.get_running_loop().create_task(update.run(), name=f"{self.name}: update {request.version}")
         try:
             with self._turns.running("the update", update):
-                return await finish(task, on_cancel=lambda: update.cancelled(task), name=task.get_name())
+                return await finish(task, on_cancel=lambda: context.cancellation.ask(task), name=task.get_name())
         finally:
             if history.published:
-                self._version = version
+                self._version = request.version
 
     @asynccontextmanager
     async def _turn_to_update(self, call: str, version: int | None) -> AsyncIterator[None]:
@@ -322,7 +294,7 @@ class WeightBroadcaster:
 
     def _pause_mode_of_all(self, wanted: PauseMode | str | None) -> PauseMode:
         """The mode to use; ValueError where an engine says (by ``pause_modes``) that it has no such mode."""
-        mode = self._settings.pause_mode if wanted is None else _pause_mode(wanted)
+        mode = self._context.settings.pause_mode if wanted is None else _pause_mode(wanted)
         for engine in self._fleet.engines:
             modes = getattr(engine, "pause_modes", None)
             if modes is not None and mode not in modes:
@@ -357,16 +329,8 @@ class WeightBroadcaster:
             await self._change("replace an engine", leaving=[name], joining=[engine])
 
     async def _change(self, what: str, *, leaving: Sequence[str] = (), joining: Sequence[RolloutEngine] = ()) -> None:
-        with self._turns.locked_work(what, self._settings.timeouts) as locked_work:
-            await change_members(
-                self._fleet,
-                self._links,
-                locked_work,
-                leaving=leaving,
-                joining=joining,
-                source=self.name,
-                limit=self._settings.timeouts.close,
-            )
+        with self._turns.locked_work(what, self._context.settings.timeouts) as locked_work:
+            await change_members(self._context, locked_work, leaving=leaving, joining=joining)
 
     async def catch_up(self, source: WeightSource, *, verify: Verify | None = None) -> UpdateReport | None:
         """Bring those engines that are not on the current version to it, over a group of their own.
@@ -382,19 +346,14 @@ class WeightBroadcaster:
             behind = [n for n in self._fleet.names if n not in self.current_engines()]
             if not behind:
                 return None
-            return await self._run(
-                source,
+            request = UpdateRequest(
                 version=self._version,
-                targets=behind,
-                strict=True,
-                builds_on=None,
-                builds_on_ours=True,
-                allow_empty=False,
+                targets=tuple(behind),
                 verify=verify,
-                pause_mode=self._settings.pause_mode,
-                atomic_groups=(),
+                pause_mode=self._context.settings.pause_mode,
                 keep_others=True,
             )
+            return await self._run(source, request, None)
 
     @property
     def version(self) -> int | None:
@@ -438,9 +397,3 @@ def _check_source(source: Any) -> None:
 
 def _pause_mode(mode: PauseMode | str) -> PauseMode:
     return PauseMode(one_of("pause_mode", mode, tuple(str(m) for m in PauseMode)))
-
-
-def _cuda_here() -> bool:
-    import torch
-
-    return torch.cuda.is_available()

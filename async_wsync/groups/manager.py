@@ -21,14 +21,14 @@ from async_wsync.errors import EngineFailed, RendezvousError
 from async_wsync.groups.master_address import plain_master_address
 from async_wsync.groups.nccl import wire_device
 from async_wsync.groups.rendezvous import Rendezvous
-from async_wsync.groups.update_group import UpdateGroup
+from async_wsync.groups.source_end import UpdateGroup
 from async_wsync.protocols import RolloutEngine
 from async_wsync.runtime.cancellation import settle
 from async_wsync.runtime.engine_calls import EngineCalls, asked, told
 from async_wsync.runtime.object_refs import node_address
 from async_wsync.types import MEMBER_MARGIN, Call, Timeouts, WireFormat
 
-__all__ = ["GroupManager", "Link", "Topology"]
+__all__ = ["EngineGroup", "GroupManager", "Topology"]
 
 logger = logging.getLogger("async_wsync")
 
@@ -37,12 +37,12 @@ _ATTEMPTS = 3  # a fresh port each: whatever squatted the last one does not foll
 
 
 @dataclass(eq=False, slots=True)
-class Link:
+class EngineGroup:
     """One update group and the engines in it, which all read the same wire format."""
 
     engines: tuple[RolloutEngine, ...]
     wire: WireFormat
-    group: UpdateGroup
+    source_end: UpdateGroup
     incarnations: tuple[str | None, ...]
     broken: bool = field(default=False)
 
@@ -52,7 +52,7 @@ class Link:
 
     def abort(self) -> None:
         self.broken = True
-        self.group.abort()
+        self.source_end.abort()
 
 
 class GroupManager:
@@ -74,12 +74,12 @@ class GroupManager:
         # A bucket may wait on the wire behind those announced before it. Our own limit, and the drain after it, are
         # the shorter ones; this one is for members that we can no longer reach.
         self._group_timeout = min(timeouts.bucket * num_buffers + timeouts.drain + MEMBER_MARGIN, MOST_SECONDS)
-        self._links: list[Link] = []
+        self._groups: list[EngineGroup] = []
         self._epoch = 0
 
     @property
-    def all(self) -> tuple[Link, ...]:
-        return tuple(self._links)
+    def all(self) -> tuple[EngineGroup, ...]:
+        return tuple(self._groups)
 
     def between(self, engines: Sequence[RolloutEngine]) -> list[tuple[RolloutEngine, ...]]:
         """The groups these engines belong in: one each, or one for all that read the same bytes."""
@@ -96,17 +96,17 @@ class GroupManager:
         backend: str,
         device: torch.device,
         incarnation: Callable[[str], str | None],
-    ) -> tuple[list[Link], list[tuple[RolloutEngine, ...]]]:
+    ) -> tuple[list[EngineGroup], list[tuple[RolloutEngine, ...]]]:
         wanted = self.between(engines)
-        fit: list[Link] = []
+        fit: list[EngineGroup] = []
         missing: list[tuple[RolloutEngine, ...]] = []
         for members in wanted:
             known = tuple(incarnation(e.name) for e in members)
-            for link in self._links:
-                same = link.engines == members and link.incarnations == known
-                group = link.group
-                if same and not link.broken and (group.spec.backend, group.device) == (backend, device):
-                    fit.append(link)
+            for group in self._groups:
+                same = group.engines == members and group.incarnations == known
+                source_end = group.source_end
+                if same and not group.broken and (source_end.spec.backend, source_end.device) == (backend, device):
+                    fit.append(group)
                     break
             else:
                 missing.append(members)
@@ -122,22 +122,22 @@ class GroupManager:
         call: Call,
         keep_others: bool = False,
         source_device: torch.device | None = None,
-    ) -> tuple[Link, ...]:
-        """The links to exactly these engines, building those that are missing.
+    ) -> tuple[EngineGroup, ...]:
+        """The groups of exactly these engines, building those that are missing.
 
-        GroupManager that do not fit are dropped first, so that no engine is in two groups of ours at once, save where
+        Groups that do not fit are dropped first, so that no engine is in two groups of ours at once, unless
         ``keep_others`` says that the engines left out are not to be disturbed. ``source_device``: where the source's
         tensors are, which is where NCCL sends from, if that is on CUDA.
         """
         device = wire_device(backend, source_device)
         fit, missing = self._missing(engines, backend, device, incarnation)
         targets = {e.name for e in engines}
-        unfit = [k for k in self._links if k not in fit and (k.broken or not keep_others or k.names <= targets)]
+        unfit = [k for k in self._groups if k not in fit and (k.broken or not keep_others or k.names <= targets)]
         await self.drop(unfit, call)
         for members in missing:
             fit.append(await self._build(members, backend, device, incarnation, calls, call))
         order = [tuple(e.name for e in members) for members in self.between(engines)]
-        return tuple(sorted(fit, key=lambda link: order.index(tuple(e.name for e in link.engines))))
+        return tuple(sorted(fit, key=lambda group: order.index(tuple(e.name for e in group.engines))))
 
     async def _build(
         self,
@@ -147,11 +147,11 @@ class GroupManager:
         incarnation: Callable[[str], str | None],
         calls: EngineCalls,
         call: Call,
-    ) -> Link:
+    ) -> EngineGroup:
         out_of_time = time.monotonic() + self._timeouts.connect / 2
         for attempt in range(_ATTEMPTS):
             try:
-                group = await self._connect(members, backend, device, calls, call)
+                source_end = await self._connect(members, backend, device, calls, call)
                 break
             except RendezvousError as error:
                 # A member that did not come within the whole limit would not come to another port either.
@@ -159,9 +159,9 @@ class GroupManager:
                 if over or calls.interrupt.reason is not None:
                     raise
                 logger.warning("update group not formed, trying again on another port: %s", error)
-        link = Link(members, members[0].wire_format, group, tuple(incarnation(e.name) for e in members))
-        self._links.append(link)
-        return link
+        group = EngineGroup(members, members[0].wire_format, source_end, tuple(incarnation(e.name) for e in members))
+        self._groups.append(group)
+        return group
 
     async def _connect(
         self,
@@ -184,15 +184,15 @@ class GroupManager:
         )
         rendezvous = await calls.race(opening)
         joins, ranks, offset = [], {}, 1
-        # One that waits for another's join is freed by our farewell. Its adapter must not give it up before that.
-        patient = replace(call, timeout=call.timeout + self._timeouts.close + MEMBER_MARGIN)
+        # One that waits for another's join is freed once we tell all to leave: its adapter must not give up before.
+        longer = replace(call, timeout=call.timeout + self._timeouts.close + MEMBER_MARGIN)
         for engine in members:
-            join = asked(engine.join, patient, rendezvous.spec, rank_offset=offset)
+            join = asked(engine.join, longer, rendezvous.spec, rank_offset=offset)
             joins.append(calls.start(engine, "connect", join))
             ranks.update({offset + i: engine.name for i in range(engine.num_ranks)})
             offset += engine.num_ranks
-        greets = members[0].wire_format is WireFormat.PACKED  # a foreign engine knows nothing of our greeting
-        forming = asyncio.get_running_loop().create_task(rendezvous.complete(ranks, hello=greets, device=device))
+        says_hello = members[0].wire_format is WireFormat.PACKED  # a foreign engine knows nothing of our hello
+        forming = asyncio.get_running_loop().create_task(rendezvous.complete(ranks, hello=says_hello, device=device))
         formed = False
         try:
             # The rendezvous' own error knows which ranks are missing: give it the first word at the limit.
@@ -213,37 +213,37 @@ class GroupManager:
         forming.cancel()
         await settle([forming], timeout=self._timeouts.close)
         if forming.done() and not forming.cancelled() and forming.exception() is None:
-            group = forming.result()
-            group.abort()
-            await group.aclose(self._timeouts.close)
+            source_end = forming.result()
+            source_end.abort()
+            await source_end.aclose(self._timeouts.close)
         await rendezvous.aclose()
         await self._leave(members, rendezvous.spec.name, call)
 
-    async def drop(self, links: Sequence[Link], call: Call) -> None:
-        """Close groups at both ends, within ``Timeouts.close``; what engines answer to a farewell changes nothing."""
-        for link in links:
-            if link in self._links:
-                self._links.remove(link)
-        jobs = [self._drop_one(link, call) for link in links]
+    async def drop(self, groups: Sequence[EngineGroup], call: Call) -> None:
+        """Close groups at both ends, within ``Timeouts.close``; what engines answer to `leave` changes nothing."""
+        for group in groups:
+            if group in self._groups:
+                self._groups.remove(group)
+        jobs = [self._drop_one(group, call) for group in groups]
         tasks = [asyncio.get_running_loop().create_task(job) for job in jobs]
         await settle(tasks, timeout=2 * self._timeouts.close)
 
-    async def _drop_one(self, link: Link, call: Call) -> None:
-        if link.broken:
-            link.group.abort()
-        await self._leave(link.engines, link.group.spec.name, call)
-        await link.group.aclose(self._timeouts.close / 2)
+    async def _drop_one(self, group: EngineGroup, call: Call) -> None:
+        if group.broken:
+            group.source_end.abort()
+        await self._leave(group.engines, group.source_end.spec.name, call)
+        await group.source_end.aclose(self._timeouts.close / 2)
 
     async def _leave(self, members: Sequence[RolloutEngine], name: str, call: Call) -> None:
-        there = [e for e in members if not self._is_lost(e.name)]  # a silent one would hold up the farewell
+        there = [e for e in members if not self._is_lost(e.name)]  # a silent one would hold up the others
         tasks = [asyncio.get_running_loop().create_task(_quietly(e, asked(e.leave, call, name))) for e in there]
         await settle(tasks, timeout=self._timeouts.close / 2)
         for task in tasks:
             task.cancel()
 
 
-async def _quietly(engine: RolloutEngine, farewell: Awaitable[None]) -> None:
+async def _quietly(engine: RolloutEngine, leaving: Awaitable[None]) -> None:
     try:
-        await told(engine.name, "leave", farewell)
+        await told(engine.name, "leave", leaving)
     except EngineFailed as error:
         logger.debug("engine %s did not leave its group cleanly: %s", engine.name, error)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from async_wsync import arguments
 from async_wsync.engines.replies import failure_in, looks_collective, short
 from async_wsync.errors import BroadcastFailed, EngineDied, EngineFailed, EngineTimeout
-from async_wsync.groups.update_group import UpdateGroup
+from async_wsync.groups.source_end import UpdateGroup
 from async_wsync.integrations.own_errors import as_its_cause
 from async_wsync.integrations.quarantine import quarantine, refuse_quarantined
 from async_wsync.lock import PolledLock

@@ -8,79 +8,92 @@ Every step is taken by all engines before the next one starts. Where it fails, `
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from async_wsync.errors import BaseMissing, EngineFailed
-from async_wsync.groups.manager import GroupManager, Link
-from async_wsync.protocols import Progress, RolloutEngine
+from async_wsync.groups.manager import EngineGroup
+from async_wsync.protocols import RolloutEngine
 from async_wsync.runtime.engine_calls import EngineCalls
-from async_wsync.sources.reader import BucketStream, SourceReader
+from async_wsync.sources.reader import BucketStream
 from async_wsync.transfer.checksum import combined_digest
-from async_wsync.types import Base, BucketSpec, Call, EngineState, PauseMode, UpdateSpec
-from async_wsync.update.context import Settings, UpdateHistory, Verify
-from async_wsync.update.fleet import Fleet
-from async_wsync.update.pipeline import BucketPipeline
+from async_wsync.types import Base, Call, EngineState, UpdateSpec
+from async_wsync.update.context import UpdateContext, Verify
+from async_wsync.update.pipeline import BucketAcknowledged, BucketPipeline, BucketStaged, BucketSubmitted, EngineDropped
 from async_wsync.update.retries import GRACE, flush, not_resumed, resume
 from async_wsync.update.roster import EngineRecord
 from async_wsync.update.verification import HasOwnChecks, check_own
 
 __all__ = ["Attempt"]
 
+T = TypeVar("T")
 
-@dataclass(eq=False, kw_only=True)
+
 class Attempt:
-    """One try. ``engines`` are its targets; all state about them is in the fleet's roster."""
+    """One try. All state about its engines, also which of them still take part, is in the fleet's roster.
 
-    update: UpdateSpec
-    engines: list[RolloutEngine]
-    fleet: Fleet
-    links: GroupManager
-    calls: EngineCalls
-    reader: SourceReader
-    progress: Progress
-    settings: Settings
-    history: UpdateHistory
-    source: str
-    backend: str
-    pause_mode: PauseMode
-    keep_others: bool = False
-    bases: Mapping[str, Base] = field(default_factory=dict)
-    may_leave_behind: bool = True
-    turn: Callable[[], AbstractAsyncContextManager[Any]] = nullcontext
-    should_stop: Callable[[], Exception | None] = lambda: None
-    drain_left: Callable[[], float] | None = None
-    used: tuple[Link, ...] = ()
-    begun: bool = False
-    ended: bool = False
-    resumed: bool = False
-    lease_lost: bool = False
-    _specs: dict[str, UpdateSpec] = field(default_factory=dict)
-    _staged: BucketStream | None = None
+    ``bases``: what a partial update builds on, by engine that holds it. ``engines_agreed``: several sources send to
+    these engines, so that none may be left out. ``bucket_turn``: entered around each bucket, if the lock is held for
+    each bucket.
+    """
+
+    def __init__(
+        self,
+        context: UpdateContext,
+        update: UpdateSpec,
+        *,
+        backend: str,
+        bases: Mapping[str, Base],
+        engines_agreed: bool = False,
+        bucket_turn: Callable[[], AbstractAsyncContextManager[Any]] | None = None,
+    ) -> None:
+        self.context = context
+        self.update = update
+        self.settings = context.settings
+        self.history = context.history
+        self.roster = context.fleet.roster
+        self.calls = EngineCalls(context.cancellation.interrupt)
+        self.begun = False
+        self.ended = False
+        self.resumed = False
+        self.lease_lost = False
+        self._backend = backend
+        self._bases = bases
+        self._engines_agreed = engines_agreed
+        self._bucket_turn = bucket_turn
+        self._groups: dict[EngineGroup, UpdateSpec] = {}
+        self._staged: BucketStream | None = None
 
     # ------------------------------------------------------------------ small helpers
 
-    def call(self, limit: float) -> Call:
-        assert self.history.held is not None
-        # The deadline is ours. The adapter keeps asking through the drain, or a call could not settle in it.
-        patience = limit + self.settings.timeouts.drain
-        return Call(source=self.source, fence=self.history.held.fence, timeout=patience)
+    @property
+    def engines(self) -> list[RolloutEngine]:
+        return self.context.fleet.taking_part(self.context.request.targets)
 
-    def drain(self) -> float:
-        """Seconds for what is under way to settle."""
-        return self.settings.timeouts.drain if self.drain_left is None else self.drain_left()
+    @property
+    def groups(self) -> list[EngineGroup]:
+        """Those in use: of an engine that takes part."""
+        return [g for g in self._groups if any(self.roster[name].left_out is None for name in g.names)]
 
     def record(self, engine: RolloutEngine) -> EngineRecord:
-        return self.fleet.roster[engine.name]
+        return self.roster[engine.name]
 
-    async def _everyone(self, phase: str, verb: Callable[[RolloutEngine, Call], Any], *, field: str, **kw: Any) -> Any:
-        limit: float = getattr(self.settings.timeouts, field) + kw.pop("grace", 0.0)
-        call = self.call(limit)
-        engines: Iterable[RolloutEngine] = kw.pop("engines", self.engines)
-        return await self.calls.everyone(phase, engines, lambda e: verb(e, call), limit=limit, field=field)
+    async def _everyone(
+        self,
+        phase: str,
+        verb: Callable[[RolloutEngine, Call], Coroutine[Any, Any, T]],
+        *,
+        field: str,
+        engines: Sequence[RolloutEngine] | None = None,
+        grace: float = 0.0,
+    ) -> dict[str, T]:
+        limit: float = getattr(self.settings.timeouts, field) + grace
+        call = self.context.call(limit)
+        asked = self.engines if engines is None else engines
+        return await self.calls.everyone(phase, asked, lambda e: verb(e, call), limit=limit, field=field)
 
     # ------------------------------------------------------------------------- steps
 
@@ -92,15 +105,16 @@ class Attempt:
         """
         update = whole or self.update
         with self.history.during("check"):
-            notes = await self._everyone("check", lambda e, c: self._fits(e, c, update), field="begin")
-            if behind := {name: said for name, said in notes.items() if isinstance(said, BaseMissing)}:
+            answers = await self._everyone("check", lambda e, c: self._fits(e, c, update), field="begin")
+            if behind := {name: said for name, said in answers.items() if isinstance(said, BaseMissing)}:
                 self._leave_behind(behind)
-        for engine in self.engines:
-            known = self.record(engine).notes
-            known.extend(note for note in notes[engine.name] if note not in known)
+        for name, notes in answers.items():
+            if not isinstance(notes, BaseMissing):
+                known = self.roster[name].notes
+                known.extend(note for note in notes if note not in known)
 
     async def _fits(self, engine: RolloutEngine, call: Call, update: UpdateSpec) -> tuple[str, ...] | BaseMissing:
-        offered = update if update.strict else replace(update, base=self.bases.get(engine.name))
+        offered = update if update.strict else replace(update, base=self._bases.get(engine.name))
         try:
             return await engine.check(call, offered)
         except BaseMissing as lacking:
@@ -108,35 +122,38 @@ class Attempt:
 
     def _leave_behind(self, behind: Mapping[str, BaseMissing]) -> None:
         for name, lacking in behind.items():
-            self.fleet.roster[name].doubt(torn=lacking.torn, holds=lacking.holds)
+            self.roster[name].doubt(torn=lacking.torn, holds=lacking.holds)
         left = [e for e in self.engines if e.name not in behind]
-        if not self.may_leave_behind or len(left) < self.settings.min_engines:
+        if self._engines_agreed or len(left) < self.settings.min_engines:
             first, *others = behind.values()
             for other in others:
                 first.add_note(str(other))
             raise first
-        self.engines[:] = left
         for name, lacking in behind.items():
-            self.fleet.roster[name].notes.append(f"left out of a partial update: {lacking}")
+            self.roster[name].left_out = "behind"
+            self.roster[name].notes.append(f"left out of a partial update: {lacking}")
         self.history.leave_behind(behind)
 
     async def connect(self) -> None:
         if not self.update.buckets:
             return
         with self.history.during("connect"):
-            self.used = await self.links.ensure(
+            groups = await self.context.groups.ensure(
                 self.engines,
-                backend=self.backend,
-                incarnation=lambda name: self.fleet.roster[name].incarnation,
+                backend=self._backend,
+                incarnation=lambda name: self.roster[name].incarnation,
                 calls=self.calls,
-                call=self.call(self.settings.timeouts.connect),
-                keep_others=self.keep_others,
-                source_device=self.reader.device,
+                call=self.context.call(self.settings.timeouts.connect),
+                keep_others=self.context.request.keep_others,
+                source_device=self.context.reader.device,
             )
+            # One object a group, so that an adapter packs a long manifest once for all of its engines.
+            self._groups = {group: replace(self.update, group=group.source_end.spec.name) for group in groups}
         self.history.event("connected")
         # Staged from now on: while the engines pause and begin, the first buckets are read and packed.
-        formats = {link.wire for link in self.used}
-        self._staged = self.reader.buckets(self.update.buckets, formats, device=self.used[0].group.device)
+        formats = {group.wire for group in groups}
+        device = groups[0].source_end.device
+        self._staged = self.context.reader.buckets(self.update.buckets, formats, device=device)
 
     async def open(self) -> None:
         """Pause, close what a dead source left open, flush, begin: in step, so that no byte meets a running engine."""
@@ -145,7 +162,7 @@ class Attempt:
             for engine in self.engines:
                 self.record(engine).begin()
                 self.record(engine).paused = True  # from here on it may be, whatever it answers
-            await self._everyone("pause", lambda e, c: e.pause(c, self.pause_mode), field="pause")
+            await self._everyone("pause", lambda e, c: e.pause(c, self.context.request.pause_mode), field="pause")
         self.history.event("paused")
         unsure = [e for e in self.engines if self.record(e).needs_reset]
         if unsure:
@@ -193,71 +210,49 @@ class Attempt:
         self.history.event("published")
 
     def _spec_for(self, engine: RolloutEngine) -> UpdateSpec:
-        for link in self.used:
-            if engine.name in link.names:
-                return self._spec_over(link)
-        return self.update
-
-    def _spec_over(self, link: Link) -> UpdateSpec:
-        # One object a group, so that an adapter packs a long manifest once for all of its engines.
-        name = link.group.spec.name
-        if name not in self._specs:
-            self._specs[name] = replace(self.update, group=name)
-        return self._specs[name]
+        return next((spec for group, spec in self._groups.items() if engine.name in group.names), self.update)
 
     async def send(self) -> None:
         """All buckets to all engines; see `BucketPipeline`."""
         if self._staged is None:
             return
-        transfer = BucketPipeline(
-            links=self.used,
-            calls=self.calls,
-            receive=self._receive,
-            turn=self.turn,
-            submitted=self._submitted,
-            acknowledged=self._acknowledged,
-            isolate=self._isolate,
-            is_dropped=self.fleet.roster.is_lost,
-            bucket_limit=self.settings.timeouts.bucket,
-            idle_limit=self.settings.timeouts.idle,
+        pipeline = BucketPipeline(
+            self.context,
+            self.calls,
+            self._groups,
             one_at_a_time=self.settings.lock_scope == "bucket" or not all(e.pipelined for e in self.engines),
-            should_stop=self.should_stop,
-            timings=self.history.timings,
+            may_drop=not self._engines_agreed,
         )
         with self.history.during("receive"):
-            await transfer.run(self._staged)
+            async with AsyncExitStack() as turn, aclosing(pipeline.run(self._staged)) as events:
+                async for event in events:
+                    match event:
+                        case BucketStaged():
+                            if self._bucket_turn is not None:
+                                await turn.enter_async_context(self._bucket_turn())
+                        case BucketSubmitted():
+                            self._submitted(event)
+                        case BucketAcknowledged():
+                            self._acknowledged(event)
+                            if self._bucket_turn is not None and pipeline.idle:
+                                await turn.aclose()
+                        case EngineDropped():
+                            self.history.event("engine_lost", engine=event.engine, detail=str(event.failure))
 
-    async def _receive(self, engine: RolloutEngine, bucket: BucketSpec, link: Link) -> None:
-        # Announced behind others, it may wait for those as long as our own limit lets each of them take.
-        limit = self.settings.timeouts.bucket * self.settings.num_buffers
-        await engine.receive(self.call(limit), self._spec_over(link), bucket)
-
-    def _submitted(self, bucket: BucketSpec) -> None:
+    def _submitted(self, event: BucketSubmitted) -> None:
         for engine in self.engines:
             self.record(engine).touched = True
-        self.history.stage(f"bucket {bucket.index + 1}/{len(self.update.buckets)}")
-        self.history.event("bucket_submitted", bucket=bucket.index)
+        index = event.bucket.index
+        self.history.stage(f"bucket {index + 1}/{len(self.update.buckets)}")
+        self.history.event("bucket_submitted", bucket=index)
 
-    def _acknowledged(self, bucket: BucketSpec, engines: Sequence[str]) -> None:
-        for name in engines:
-            self.fleet.roster[name].last_bucket = bucket.index
-        self.progress.advance(nbytes=bucket.nbytes, bucket=bucket.index)
+    def _acknowledged(self, event: BucketAcknowledged) -> None:
+        bucket = event.bucket
+        for name in event.engines:
+            self.roster[name].last_bucket = bucket.index
+        self.history.timings.append(event.timing)
+        self.context.progress.advance(nbytes=bucket.nbytes, bucket=bucket.index)
         self.history.event("bucket_done", bucket=bucket.index)
-
-    def _isolate(self, name: str, failure: BaseException) -> bool:
-        """May the transfer go on without this engine? Only where its group is its own, and enough others remain."""
-        alone = self.settings.topology == "per_engine" and self.settings.on_engine_failure == "drop"
-        if not alone or len(self.engines) - 1 < self.settings.min_engines:
-            return False
-        engine = next(e for e in self.engines if e.name == name)
-        self.engines.remove(engine)
-        self.used = tuple(link for link in self.used if name not in link.names)
-        record = self.record(engine)
-        record.error, record.phase = str(failure), "receive"
-        record.lose()
-        self.history.dropped.append(name)
-        self.history.event("engine_lost", engine=name, detail=str(failure))
-        return True
 
     async def close(self, verify: Verify | None) -> None:
         """End on every engine, compare on request, then publish on every engine: never before all have ended."""
@@ -278,13 +273,15 @@ class Attempt:
 
     def _write_published(self) -> None:
         update = self.update
-        self.fleet.roster.published(update.version, [e.name for e in self.engines], update_id=update.update_id)
+        self.roster.published(update.version, [e.name for e in self.engines], update_id=update.update_id)
 
     async def verify(self, against: Verify) -> None:
         """Compare the engines' checksums with each other, or with the source's."""
         answers = await self._everyone("verify", lambda e, c: e.checksums(c), field="end")
         names = [meta.name for meta in self.update.manifest.params]
-        wanted: dict[str, str] | None = await self.calls.race(self.reader.digests()) if against == "source" else None
+        wanted: dict[str, str] | None = (
+            await self.calls.race(self.context.reader.digests()) if against == "source" else None
+        )
         first = "the source" if wanted is not None else ""
         await self._verify_by_own_means([e for e in self.engines if answers[e.name] is None], against)
         for engine in self.engines:
@@ -313,7 +310,7 @@ class Attempt:
                 partial(self._everyone, "verify", engines=own, field="end"),
                 against=against,
                 manifest=self.update.manifest,
-                first_rows=lambda names: self.calls.race(self.reader.first_rows(names)),
+                first_rows=lambda names: self.calls.race(self.context.reader.first_rows(names)),
             )
         for engine in engines:
             self.record(engine).notes.append(notes[engine.name])
@@ -330,14 +327,14 @@ class Attempt:
         """Tell the engines that may serve to go on, each whatever the others answer; the failures."""
         engines = [e for e in self.engines if self.may_resume(e)]
         limit = self.settings.timeouts.resume
-        call = self.call(limit)
+        call = self.context.call(limit)
         sent = [self.calls.start(e, "resume", resume(e, call, limit=limit)) for e in engines]
         if sent:
             await asyncio.wait({s.task for s in sent}, timeout=limit + GRACE)
         for engine, one in zip(engines, sent, strict=True):
             self.record(engine).paused = not (one.task.done() and one.failure is None)
         self.calls.forget([s for s in sent if s.task.done() and s.failure is None])
-        return [not_resumed(one, limit) for one in sent if self.fleet.roster[one.engine].paused]
+        return [not_resumed(one, limit) for one in sent if self.roster[one.engine].paused]
 
     def may_speak_to(self, engine: RolloutEngine) -> bool:
         """Without the lock, only to engines that would notice; never to one that is lost."""

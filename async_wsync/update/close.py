@@ -7,10 +7,9 @@ import logging
 from contextlib import AsyncExitStack
 
 from async_wsync.errors import LockError
-from async_wsync.groups.manager import GroupManager
-from async_wsync.protocols import UpdateLock
 from async_wsync.runtime.cancellation import settle
 from async_wsync.types import Call
+from async_wsync.update.context import BroadcasterContext
 from async_wsync.update.locked_work import enter
 
 __all__ = ["close_groups"]
@@ -21,32 +20,34 @@ logger = logging.getLogger("async_wsync")
 OWN_END = 0.5
 
 
-async def close_groups(links: GroupManager, lock: UpdateLock, *, source: str, limit: float) -> None:
-    """Say farewell to the engines under the lock, and close all groups, within ``limit`` seconds. Raises nothing."""
-    groups = [link.group for link in links.all]
-    if not groups:
+async def close_groups(context: BroadcasterContext) -> None:
+    """Tell the engines to leave, under the lock, and close all groups, within `Timeouts.close`. Raises nothing."""
+    source, limit = context.source, context.settings.timeouts.close
+    ends = [group.source_end for group in context.groups.all]
+    if not ends:
         return
     create = asyncio.get_running_loop().create_task
-    farewell = create(_farewell(links, lock, source=source, limit=limit), name=f"{source}: farewell")
-    await settle([farewell], timeout=limit)
-    if farewell.done():
+    leaving = create(_leave(context), name=f"{source}: leave all groups")
+    await settle([leaving], timeout=limit)
+    if leaving.done():
         return
-    logger.warning("%s: the farewell took longer than %g s (Timeouts.close) and was broken off", source, limit)
-    farewell.cancel()
-    for group in groups:
-        group.abort()
-    await settle([create(group.aclose(OWN_END)) for group in groups], timeout=OWN_END)
+    logger.warning("%s: leaving the groups took longer than %g s (Timeouts.close) and was broken off", source, limit)
+    leaving.cancel()
+    for end in ends:
+        end.abort()
+    await settle([create(end.aclose(OWN_END)) for end in ends], timeout=OWN_END)
 
 
-async def _farewell(links: GroupManager, lock: UpdateLock, *, source: str, limit: float) -> None:
+async def _leave(context: BroadcasterContext) -> None:
+    source, groups, limit = context.source, context.groups, context.settings.timeouts.close
     try:
         async with AsyncExitStack() as stack:
-            held = await enter(stack, lock, label=f"{source} close", timeout=limit / 2)
-            await links.drop(links.all, Call(source=source, fence=held.fence, timeout=limit / 2))
+            held = await enter(stack, context.lock, label=f"{source} close", timeout=limit / 2)
+            await groups.drop(groups.all, Call(source=source, fence=held.fence, timeout=limit / 2))
     except Exception as error:
         why = str(error) if isinstance(error, LockError) else repr(error)
         # The engines notice that we have left.
         logger.warning("%s: closing without the lock: %s", source, why)
-        for link in links.all:
-            link.abort()
-        await links.drop(links.all, Call(source=source, fence=0, timeout=limit / 2))
+        for group in groups.all:
+            group.abort()
+        await groups.drop(groups.all, Call(source=source, fence=0, timeout=limit / 2))

@@ -1,19 +1,20 @@
-"""How a broadcaster goes about its updates, and what happened in one of them."""
+"""What every file of this folder works with: the broadcaster's parts, and one update's."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
-from async_wsync.phases import PHASES
-from async_wsync.protocols import HeldLock
-from async_wsync.report import BucketTiming, PhaseSpan
-from async_wsync.types import PauseMode, Timeouts, UpdateEvent
+from async_wsync.groups.manager import GroupManager
+from async_wsync.protocols import Progress, UpdateLock
+from async_wsync.sources.reader import SourceReader
+from async_wsync.types import Call, EngineInfo, PauseMode, Timeouts
+from async_wsync.update.cancellation import Cancellation
+from async_wsync.update.fleet import Fleet
+from async_wsync.update.history import UpdateHistory
 
-__all__ = ["Settings", "UpdateHistory", "Verify"]
+__all__ = ["BroadcasterContext", "Settings", "UpdateContext", "UpdateRequest", "Verify", "cuda_here"]
 
 Verify = Literal["engines", "source"]
 
@@ -25,6 +26,7 @@ class Settings:
     bucket_bytes: int
     num_buffers: int
     timeouts: Timeouts
+    backend: Literal["auto", "gloo", "nccl"]
     pause_mode: PauseMode
     resume_policy: Literal["whole", "current", "never"]
     on_engine_failure: Literal["raise", "drop"]
@@ -35,55 +37,77 @@ class Settings:
     max_rebuilds: int
 
 
-@dataclass(slots=True)
-class UpdateHistory:
-    """What happened in one call of `update_weights`, over all its attempts: for events, stages and the report."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateRequest:
+    """What a caller asks of one update. ``targets``: the names of the engines it is for.
+
+    ``base``: the version that a partial update builds on; ``base_is_ours``: we must have brought it to the engines
+    ourselves, else they are believed. ``keep_others``: the groups of other engines stay as they are.
+    """
 
     version: int
-    emit: Callable[[UpdateEvent], None]
-    started_at: float = field(default_factory=time.monotonic)
-    spans: list[PhaseSpan] = field(default_factory=list)
-    phase: str = "plan"  # the one that began last
-    held: HeldLock | None = None
-    notes: list[str] = field(default_factory=list)
-    timings: list[BucketTiming] = field(default_factory=list)
-    dropped: list[str] = field(default_factory=list)
-    behind: list[str] = field(default_factory=list)
-    rebuilds: int = 0
-    checksum: str | None = None
-    started: bool = False  # some engine may have been paused or sent something
-    published: bool = False
+    targets: tuple[str, ...]
+    pause_mode: PauseMode
+    strict: bool = True
+    base: int | None = None
+    base_is_ours: bool = True
+    allow_empty: bool = False
+    verify: Verify | None = None
+    atomic_groups: Sequence[str] = ()
+    keep_others: bool = False
 
-    def leave_behind(self, names: Iterable[str]) -> None:
-        """These lack what a partial update builds on, and take no part in it."""
-        self.behind.extend(names)
-        self.notes.append(
-            f"partial update: {', '.join(names)} left as they were, catch_up with a full source brings them to it"
+
+@dataclass(frozen=True, kw_only=True)
+class BroadcasterContext:
+    """The parts of a broadcaster. ``source``: its name."""
+
+    source: str
+    fleet: Fleet
+    groups: GroupManager
+    lock: UpdateLock
+    settings: Settings
+    progress: Progress
+
+    def pick_backend(self, infos: Sequence[EngineInfo], *, source_device: str | None = None) -> str:
+        """The one that was asked for; of "auto", NCCL if the source and all engines are on CUDA, else gloo."""
+        if self.settings.backend != "auto":
+            return self.settings.backend
+        here = cuda_here() if source_device is None else source_device.startswith("cuda")
+        return "nccl" if here and all(info.device.startswith("cuda") for info in infos) else "gloo"
+
+    def for_update(self, request: UpdateRequest, *, reader: SourceReader, history: UpdateHistory) -> UpdateContext:
+        return UpdateContext(
+            source=self.source,
+            fleet=self.fleet,
+            groups=self.groups,
+            lock=self.lock,
+            settings=self.settings,
+            progress=self.progress,
+            request=request,
+            reader=reader,
+            history=history,
+            cancellation=Cancellation(self.settings.timeouts, on_cancel=self.settings.on_cancel, history=history),
         )
 
-    @contextmanager
-    def during(self, phase: str) -> Iterator[None]:
-        """Time a phase, and show it as the lock holder's stage."""
-        assert phase in PHASES, phase
-        self.phase = phase
-        start = time.monotonic()
-        self.stage(phase)
-        try:
-            yield
-        finally:
-            self.spans.append(PhaseSpan(phase, start, time.monotonic() - start))
 
-    @property
-    def phases(self) -> dict[str, float]:
-        """Seconds in each phase, over all attempts."""
-        seconds: dict[str, float] = {}
-        for span in self.spans:
-            seconds[span.name] = seconds.get(span.name, 0.0) + span.seconds
-        return seconds
+@dataclass(frozen=True, kw_only=True)
+class UpdateContext(BroadcasterContext):
+    """A broadcaster's parts, with those of one update."""
 
-    def stage(self, doing: str) -> None:
-        if self.held is not None:
-            self.held.set_stage(f"update {self.version}: {doing}")
+    request: UpdateRequest
+    reader: SourceReader
+    history: UpdateHistory
+    cancellation: Cancellation
 
-    def event(self, kind: str, **facts: Any) -> None:
-        self.emit(UpdateEvent(kind=kind, version=self.version, at=time.monotonic(), **facts))
+    def call(self, limit: float) -> Call:
+        """How engines are called under the lock, by steps that may take ``limit`` seconds."""
+        assert self.history.held is not None
+        # The deadline is ours. The adapter keeps asking through the drain, or a call could not settle in it.
+        timeout = limit + self.settings.timeouts.drain
+        return Call(source=self.source, fence=self.history.held.fence, timeout=timeout)
+
+
+def cuda_here() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

@@ -67,6 +67,10 @@ class Fleet:
     def pick(self, names: Sequence[str]) -> list[RolloutEngine]:
         return [self._engines[name] for name in names]
 
+    def taking_part(self, names: Sequence[str]) -> list[RolloutEngine]:
+        """Of the engines that the running update is for, those that it is not left out of."""
+        return [engine for engine in self.pick(names) if self.roster[engine.name].left_out is None]
+
 
 def listed(engines: Any) -> list[RolloutEngine]:
     """``engines`` as a list; ValueError if they are none."""

@@ -11,14 +11,14 @@ from async_wsync.runtime.engine_calls import asked, told, watched
 from async_wsync.types import Call, EngineInfo, EngineState
 from async_wsync.update.roster import EngineRecord
 
-__all__ = ["greet"]
+__all__ = ["say_hello"]
 
 Answer = EngineInfo | EngineFailed
 
 _AFTER_A_FAILURE = 0.25  # seconds: others that are dead too are named with it
 
 
-async def greet(
+async def say_hello(
     engines: Sequence[RolloutEngine],
     records: Mapping[str, EngineRecord],
     *,
@@ -79,10 +79,10 @@ async def _hello(engine: RolloutEngine, call: Call, field: str) -> Answer:
 
 
 def _write_down(record: EngineRecord, answer: Answer) -> None:
-    record.notes = []  # an update begins with its greeting; what is noted from here on is in its report
+    record.notes = []  # an update begins with its hello; what is noted from here on is in its report
     if isinstance(answer, EngineInfo):
         record.error = record.phase = None
-        if record.greet(answer):
+        if record.answered_hello(answer):
             record.notes.append("restarted since the last update; its groups are rebuilt")
         return
     record.error, record.phase = str(answer), "hello"

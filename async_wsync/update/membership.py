@@ -12,12 +12,11 @@ import logging
 from collections.abc import Iterable, Sequence
 
 from async_wsync.errors import EngineFailed
-from async_wsync.groups.manager import GroupManager
 from async_wsync.protocols import HeldLock, RolloutEngine
 from async_wsync.runtime.cancellation import settle
 from async_wsync.runtime.engine_calls import EngineCalls, asked, told
 from async_wsync.types import Call
-from async_wsync.update.fleet import Fleet
+from async_wsync.update.context import BroadcasterContext
 from async_wsync.update.locked_work import LockedWork
 
 __all__ = ["change_members", "close_adapters"]
@@ -26,19 +25,13 @@ logger = logging.getLogger("async_wsync")
 
 
 async def change_members(
-    fleet: Fleet,
-    links: GroupManager,
-    locked_work: LockedWork,
-    *,
-    leaving: Sequence[str] = (),
-    joining: Sequence[RolloutEngine] = (),
-    source: str,
-    limit: float,
+    context: BroadcasterContext, locked_work: LockedWork, *, leaving: Sequence[str], joining: Sequence[RolloutEngine]
 ) -> None:
-    """Let the engines ``leaving`` go and take in ``joining``. ``limit``: seconds for the farewells.
+    """Let the engines ``leaving`` go and take in ``joining``. The groups have `Timeouts.close` to be left.
 
     Raises ValueError if the change makes no sense, and then, or for whatever the lock raises, nothing has changed.
     """
+    fleet, groups, limit = context.fleet, context.groups, context.settings.timeouts.close
     if not fleet.after(leaving, joining):
         raise ValueError("that would leave no engine: close the broadcaster instead, or add others first")
     gone: list[RolloutEngine] = []
@@ -47,10 +40,10 @@ async def change_members(
         gone.extend(fleet.exchange(leaving, joining))
 
     async def leave_and_commit(calls: EngineCalls, held: HeldLock) -> None:
-        await links.drop(theirs, Call(source=source, fence=held.fence, timeout=limit))
+        await groups.drop(theirs, Call(source=context.source, fence=held.fence, timeout=limit))
         commit()
 
-    theirs = [link for link in links.all if link.names & set(leaving)]
+    theirs = [group for group in groups.all if group.names & set(leaving)]
     try:
         if theirs:
             await locked_work.run(leave_and_commit)

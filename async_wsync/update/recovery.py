@@ -39,7 +39,7 @@ class Recovery:
         failed_in = attempt.history.phase
         with attempt.history.during("settle"):
             aborting = self._break_up()
-            silent = await attempt.calls.settle(limit=attempt.drain())
+            silent = await attempt.calls.settle(limit=attempt.context.cancellation.drain_left())
             for task in aborting:
                 task.cancel()
         cause, self.at_fault = blame(self._first, attempt.calls, silent)
@@ -61,13 +61,13 @@ class Recovery:
         if attempt.history.held is None or not (moving or stuck):
             return []  # without the lock nothing of ours is under way
         tasks = []
-        for link in attempt.used:
-            link.abort()
-            call = attempt.call(attempt.settings.timeouts.drain)
-            for engine in link.engines:
+        for group in attempt.groups:
+            group.abort()
+            call = attempt.context.call(attempt.settings.timeouts.drain)
+            for engine in group.engines:
                 if engine.name in stuck:
-                    farewell = told(engine.name, "abort", asked(engine.abort, call, link.group.spec.name))
-                    tasks.append(watched(farewell))
+                    telling = told(engine.name, "abort", asked(engine.abort, call, group.source_end.spec.name))
+                    tasks.append(watched(telling))
         return tasks
 
     def _write_down(self, silent: Mapping[str, Sent], cause: BaseException) -> None:
@@ -76,20 +76,20 @@ class Recovery:
         gave_up = {s.engine: s for s in attempt.calls.failures() if isinstance(s.failure, EngineTimeout)}
         silent = {**gave_up, **silent}
         for sent in attempt.calls.succeeded("publish"):
-            record = attempt.fleet.roster[sent.engine]
+            record = attempt.roster[sent.engine]
             if record.state is EngineState.UPDATING:
                 record.publish(attempt.update.version, attempt.update.update_id)
         for sent in attempt.calls.succeeded("receive"):
-            record = attempt.fleet.roster[sent.engine]
+            record = attempt.roster[sent.engine]
             record.last_bucket = max(sent.bucket or 0, record.last_bucket or 0)
         for sent in attempt.calls.failures():
-            record = attempt.fleet.roster[sent.engine]
+            record = attempt.roster[sent.engine]
             if record.error is None or isinstance(sent.failure, EngineDied):
                 record.error, record.phase = str(sent.failure), sent.phase
             if isinstance(sent.failure, EngineDied | EngineReplaced):
                 self._lose(sent.engine)
         for name, sent in silent.items():
-            record = attempt.fleet.roster[name]
+            record = attempt.roster[name]
             record.error, record.phase = f"silent: its {sent.phase} call never settled", sent.phase
             self._lose(name)
         for engine in attempt.engines:
@@ -98,12 +98,12 @@ class Recovery:
             if record.state is EngineState.TORN:
                 attempt.history.event("engine_torn", engine=engine.name, detail=record.error or str(cause))
         lost = {e.name for e in attempt.engines if attempt.record(e).state is EngineState.LOST}
-        for link in attempt.used:
-            if link.names & (lost | self.at_fault):
-                link.abort()
+        for group in attempt.groups:
+            if group.names & (lost | self.at_fault):
+                group.abort()
 
     def _lose(self, name: str) -> None:
-        record = self._attempt.fleet.roster[name]
+        record = self._attempt.roster[name]
         if record.state is not EngineState.LOST:
             record.lose()
             record.needs_reset = True
@@ -116,7 +116,7 @@ class Recovery:
         if not attempt.begun or not open_ones or attempt.history.held is None:
             return
         limit = min(attempt.settings.timeouts.begin, attempt.settings.timeouts.drain)
-        call = attempt.call(limit)
+        call = attempt.context.call(limit)
         sent = {e.name: attempt.calls.start(e, "reset", asked(e.reset, call)) for e in open_ones}
         await asyncio.wait({s.task for s in sent.values()}, timeout=limit)
         for engine in open_ones:
@@ -154,9 +154,7 @@ class Recovery:
             version=attempt.update.version,
             phase=phase,
             bucket=bucket,
-            outcomes=attempt.fleet.roster.outcomes(
-                dict.fromkeys([*attempt.history.dropped, *attempt.history.behind, *(e.name for e in attempt.engines)])
-            ),
+            outcomes=attempt.roster.outcomes(attempt.context.request.targets),
             at_fault=sorted(self.at_fault),
             started=attempt.history.started,
             notes=[f"note: {note}" for note in self.notes],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from async_wsync.types import Base, EngineInfo, EngineOutcome, EngineState
 
@@ -25,7 +26,11 @@ _MOVES: dict[EngineState, frozenset[EngineState]] = {
 
 @dataclass(slots=True)
 class EngineRecord:
-    """One engine. ``touched``: a byte of the running update may have reached it."""
+    """One engine. ``touched``: a byte of the running update may have reached it.
+
+    ``left_out``: the running update goes on without it, which has "dropped" it for a failure, or left it "behind", as
+    it lacks what a partial update builds on.
+    """
 
     name: str
     state: EngineState = EngineState.STALE
@@ -36,6 +41,7 @@ class EngineRecord:
     paused: bool = False
     touched: bool = False
     needs_reset: bool = True
+    left_out: Literal["dropped", "behind"] | None = None
     error: str | None = None
     phase: str | None = None
     notes: list[str] = field(default_factory=list)
@@ -45,7 +51,7 @@ class EngineRecord:
         assert to is self.state or to in _MOVES[self.state], f"{self.name}: {self.state} -> {to}"
         self.state = to
 
-    def greet(self, info: EngineInfo) -> bool:
+    def answered_hello(self, info: EngineInfo) -> bool:
         """Take in a hello; True where this is another incarnation than the one we knew.
 
         What an engine says of itself can only lower our opinion of it: it may be torn by another
@@ -159,6 +165,19 @@ class Roster:
         if not by_us:
             return {n: Base(version=version, update_id=None) for n in held}
         return {n: base for n, record in held.items() if (base := record.base) is not None}
+
+    def start_update(self) -> None:
+        """No engine is left out of an update that begins."""
+        for record in self._records.values():
+            record.left_out = None
+
+    def drop(self, names: Iterable[str]) -> None:
+        """The running update goes on without these, which have failed."""
+        for name in names:
+            self._records[name].left_out = "dropped"
+
+    def left_out(self, how: Literal["dropped", "behind"]) -> tuple[str, ...]:
+        return tuple(name for name, record in self._records.items() if record.left_out == how)
 
     def is_lost(self, name: str) -> bool:
         return name in self._records and self._records[name].state is _S.LOST

@@ -10,33 +10,43 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from async_wsync.engines.torch.messages import pack_update, unpack_update
 from async_wsync.errors import Cancelled, UpdateFailed
-from async_wsync.protocols import RolloutEngine
 from async_wsync.rounds.member import RoundMember
 from async_wsync.rounds.state import Phase
 from async_wsync.runtime.cancellation import finish
 from async_wsync.types import Manifest, ParamMeta, UpdateSpec
 from async_wsync.update.attempt import Attempt
+from async_wsync.update.context import UpdateContext
 from async_wsync.update.recovery import Recovery
 from async_wsync.update.update import Update
 
 __all__ = ["SharedUpdate"]
 
 
-@dataclass(eq=False, kw_only=True)
 class SharedUpdate(Update):
     """An update as member of a round. Engine failures end it for all sources, whatever ``on_engine_failure`` says."""
 
-    member: RoundMember
+    def __init__(self, context: UpdateContext, member: RoundMember) -> None:
+        super().__init__(context)
+        self.member = member
 
-    async def _carry_out(self, spec: UpdateSpec, engines: list[RolloutEngine]) -> None:
-        attempt = self._attempt(replace(spec, strict=False), engines)
+    async def _carry_out(self, spec: UpdateSpec) -> None:
+        attempt = Attempt(
+            self.context,
+            replace(spec, strict=False),
+            backend=self._backend,
+            bases=self._bases,
+            engines_agreed=True,
+            bucket_turn=(lambda: self._turn(attempt)) if self.settings.lock_scope == "bucket" else None,
+        )
         async with self._ending_with_the_round(attempt):
             await self._gather(attempt, spec)
-            watch = asyncio.get_running_loop().create_task(self.member.watch(self.interrupt), name="wsync round watch")
+            watch = asyncio.get_running_loop().create_task(
+                self.member.watch(self.cancellation.interrupt), name="wsync round watch"
+            )
             try:
                 await (self._lead(attempt, spec) if self.member.leads else self._follow(attempt))
             finally:
@@ -65,7 +75,7 @@ class SharedUpdate(Update):
         await self._until(attempt, Phase.CLOSING)
         async with self._hold():
             async with self._settled(attempt):
-                await attempt.close(self.verify)
+                await attempt.close(self.request.verify)
                 # Not to be interrupted: the version is out, and the others are to know.
                 await self.member.tell("closed", limit=self.settings.timeouts.drain)
             await finish(self._serve_again(attempt), name="resuming after an update")
@@ -122,14 +132,6 @@ class SharedUpdate(Update):
         if self.settings.lock_scope == "bucket":
             await attempt.send()
 
-    def _attempt(self, spec: UpdateSpec, engines: list[RolloutEngine]) -> Attempt:
-        attempt = super()._attempt(spec, engines)
-        attempt.may_leave_behind = False  # all sources have agreed on the engines
-        attempt.settings = replace(self.settings, on_engine_failure="raise")
-        if self.settings.lock_scope == "bucket":
-            attempt.turn = lambda: self._turn(attempt)
-        return attempt
-
     @asynccontextmanager
     async def _ending_with_the_round(self, attempt: Attempt) -> AsyncIterator[None]:
         """However our part ends early, it ends for all, and what became of the engines is written down."""
@@ -160,11 +162,11 @@ class SharedUpdate(Update):
 
     async def _explain(self, attempt: Attempt, first: BaseException) -> BaseException:
         """Our failure is everyone's, and at once. Theirs, where it came first, is the better explanation of ours."""
-        await self.member.give_up(str(first) or "it was cancelled", limit=self._drain_left())
+        await self.member.give_up(str(first) or "it was cancelled", limit=self.cancellation.drain_left())
         if self.member.may_be_touched and not self.history.published:
             attempt.mark_updating()  # whatever we did, another source may have sent
         failed = self.member.failure
-        if failed is None or failed.source == self.source:
+        if failed is None or failed.source == self.context.source:
             return first
         failed.__cause__ = first if first is not failed else None
         return failed

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from async_wsync.errors import BroadcastFailed
-from async_wsync.groups.update_group import UpdateGroup, join_group
+from async_wsync.groups.rendezvous import join_group
+from async_wsync.groups.source_end import UpdateGroup
 from async_wsync.runtime.loop_gap import LoopGapMeter
 from tests.gpu.queued import busy_for
 from tests.support.groups import opened

@@ -10,7 +10,7 @@ import torch
 
 from async_wsync.engines.receiving.group_membership import GroupMembership
 from async_wsync.groups.nccl import errors_left_to_us, wire_device
-from async_wsync.groups.update_group import Rendezvous, join_group
+from async_wsync.groups.rendezvous import Rendezvous, join_group
 from async_wsync.runtime.cuda_streams import SideStream, queued_by_now
 from async_wsync.types import GroupSpec
 

@@ -20,8 +20,8 @@ import torch
 from async_wsync.engines.receiving.group_membership import GroupMembership
 from async_wsync.errors import EngineFailed, RendezvousError
 from async_wsync.groups import master_address
+from async_wsync.groups.rendezvous import Rendezvous, join_group
 from async_wsync.groups.store import shut_store
-from async_wsync.groups.update_group import Rendezvous, join_group
 from async_wsync.types import GroupSpec
 from tests.support.groups import opened
 from tests.support.peers import Fleet, Peer, connect, disconnect
@@ -414,7 +414,7 @@ async def test_mistakes_of_the_caller_are_value_errors(fleet: Fleet) -> None:
 
 ENDS = """
 import asyncio, signal, sys
-from async_wsync.groups.update_group import Rendezvous
+from async_wsync.groups.rendezvous import Rendezvous
 
 async def main():
     options = dict(address="127.0.0.1", backend="gloo", name="g", epoch=1, timeout=60, connect_timeout=60)

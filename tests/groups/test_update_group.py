@@ -23,7 +23,8 @@ import torch
 
 from async_wsync.errors import BroadcastFailed
 from async_wsync.groups.nccl import wait_until_completed
-from async_wsync.groups.update_group import Rendezvous, UpdateGroup, join_group
+from async_wsync.groups.rendezvous import Rendezvous, join_group
+from async_wsync.groups.source_end import UpdateGroup
 from async_wsync.runtime.foreign_code import ForeignExit
 from async_wsync.runtime.loop_gap import LoopGapMeter
 from async_wsync.runtime.threads import spawn, wait_for
@@ -451,7 +452,7 @@ def test_a_stuck_collective_does_not_keep_the_source_process_alive(mode: str, en
 
 MEMBER_ENDING = """
 import sys, threading, time, torch
-from async_wsync.groups.update_group import join_group
+from async_wsync.groups.rendezvous import join_group
 from async_wsync.types import GroupSpec
 
 spec = GroupSpec(name=sys.argv[1], backend="gloo", master_address="127.0.0.1", master_port=int(sys.argv[2]),

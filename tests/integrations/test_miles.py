@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from async_wsync.errors import EngineDied, EngineFailed, EngineTimeout
-from async_wsync.groups.update_group import UpdateGroup
+from async_wsync.groups.source_end import UpdateGroup
 from async_wsync.integrations.miles import update_bucket
 from async_wsync.lock import BroadcastLock
 from async_wsync.types import Timeouts

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import ray
@@ -194,6 +194,12 @@ class Bar:
 
     def close(self, *, status: str) -> None:
         self.closed.append(status)
+
+
+def set_limits(broadcaster: WeightBroadcaster, limits: Timeouts) -> None:
+    """Other limits from its next update on; its groups keep theirs."""
+    context = broadcaster._context
+    broadcaster._context = replace(context, settings=replace(context.settings, timeouts=limits))
 
 
 async def failure_of(update: Any) -> tuple[UpdateFailed, float]:

@@ -7,7 +7,8 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from async_wsync.groups.update_group import Rendezvous, UpdateGroup
+from async_wsync.groups.rendezvous import Rendezvous
+from async_wsync.groups.source_end import UpdateGroup
 from async_wsync.protocols import RolloutEngine
 from async_wsync.types import Call
 

@@ -11,7 +11,8 @@ import ray
 import torch
 import torch.distributed as dist
 
-from async_wsync.groups.update_group import GroupMember, join_group
+from async_wsync.groups.member_end import GroupMember
+from async_wsync.groups.rendezvous import join_group
 from async_wsync.types import GroupSpec
 
 

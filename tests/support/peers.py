@@ -19,7 +19,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from async_wsync.groups.update_group import GroupMember, Rendezvous, UpdateGroup, join_group
+from async_wsync.groups.member_end import GroupMember
+from async_wsync.groups.rendezvous import Rendezvous, join_group
+from async_wsync.groups.source_end import UpdateGroup
 from async_wsync.runtime.threads import wait_done
 from async_wsync.types import GroupSpec
 from tests.support.groups import opened

@@ -11,7 +11,7 @@ from torch import nn
 
 from async_wsync.engines.torch import messages as p
 from async_wsync.engines.torch.receiver import WeightReceiver
-from async_wsync.groups.update_group import UpdateGroup
+from async_wsync.groups.source_end import UpdateGroup
 from async_wsync.types import Call, GroupSpec, UpdateSpec
 from tests.support.groups import opened
 from tests.support.updates import staged

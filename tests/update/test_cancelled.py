@@ -37,6 +37,7 @@ from tests.support.fleet import (
     has_fired,
     heals,
     is_free,
+    set_limits,
     update_tasks,
     updating,
 )
@@ -94,7 +95,7 @@ async def test_a_cancelled_update_that_cannot_finish_ends_within_the_drain(rig: 
             rig.kill("e1", signal.SIGCONT)
         assert broadcaster.engine_states == {"e0": EngineState.TORN, "e1": EngineState.LOST}
         assert await is_free(lock)
-        broadcaster._settings = replace(broadcaster._settings, timeouts=LIMITS)
+        set_limits(broadcaster, LIMITS)
         await heals(rig, broadcaster)
 
 
@@ -333,7 +334,7 @@ def test_a_script_that_is_cancelled_with_a_stalled_peer_exits_quietly_within_its
     assert "failed as scripted ('e0', 'e1')" in done.stdout
     assert "'e0': 'torn', 'e1': 'lost'" in done.stdout
     (cancelled,) = re.findall(r"cancelled at ([\d.]+)", done.stdout)
-    # drain 3 s, close 2 s for the farewell and 2 s for the group; the rest is the interpreter's and Ray's own end.
+    # drain 3 s, close 2 s to leave the groups and 2 s for the group; the rest is the interpreter's and Ray's own end.
     assert exited - float(cancelled) < 3 + 4 + 10
     for complaint in ("never retrieved", "was destroyed", "never awaited", "RuntimeWarning", "Exception ignored"):
         assert complaint not in done.stderr, done.stderr

@@ -47,6 +47,7 @@ from tests.support.fleet import (
     heals,
     is_free,
     received,
+    set_limits,
 )
 from tests.support.waiting import until
 
@@ -215,7 +216,7 @@ async def test_a_stopped_engine_costs_the_bucket_limit_and_is_quarantined(rig: R
         assert await is_free(lock)
         assert meter.longest < 0.5
         # It runs again, answers the next hello, and is healed like the others. Give it time: it was asked a lot.
-        broadcaster._settings = replace(broadcaster._settings, timeouts=LIMITS)
+        set_limits(broadcaster, LIMITS)
         await heals(rig, broadcaster)
 
 

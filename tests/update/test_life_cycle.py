@@ -75,7 +75,7 @@ async def test_a_change_of_members_that_does_not_get_the_lock_changes_nothing(
 ) -> None:
     async with rig.broadcaster(["e0", "e1"], lock=lock, timeouts=replace(LIMITS, lock=0.3)) as broadcaster:
         await broadcaster.update_weights(a_source(1), version=rig.next_version())
-        links = broadcaster._links.all
+        groups = broadcaster._groups.all
         async with a_neighbour(lock):
             with pytest.raises(AcquireTimeout):
                 if how == "replace":
@@ -83,7 +83,7 @@ async def test_a_change_of_members_that_does_not_get_the_lock_changes_nothing(
                 else:
                     await broadcaster.remove_engines(["e1"])
         assert broadcaster.engine_states == {"e0": EngineState.CURRENT, "e1": EngineState.CURRENT}
-        assert broadcaster._links.all == links
+        assert broadcaster._groups.all == groups
         await heals(rig, broadcaster)
         assert list(broadcaster.engine_states) == ["e0", "e1"]
 
@@ -186,7 +186,7 @@ async def test_a_connect_cancelled_at_any_await_leaves_nothing_or_is_open(
         assert not update_tasks()
         if run.outcome == "cancelled":
             assert broadcaster._turns.phase is Phase.CLOSED
-            assert broadcaster._links.all == ()
+            assert broadcaster._groups.all == ()
         else:
             assert broadcaster._turns.phase is Phase.OPEN
         await broadcaster.connect()
@@ -202,7 +202,7 @@ async def test_a_close_cancelled_at_any_await_closes_all_the_same(rig: Rig, lock
         assert run.outcome in ("returned", "cancelled"), run
         fired += run.fired
         assert broadcaster._turns.phase is Phase.CLOSED
-        assert broadcaster._links.all == ()
+        assert broadcaster._groups.all == ()
         assert await is_free(lock)
         assert not update_tasks()
         await broadcaster.connect()
@@ -234,7 +234,7 @@ async def test_a_connect_that_still_waits_when_the_broadcaster_is_closed_opens_n
             await connecting
     await until(lambda: is_free(lock))
     assert "join" not in [s.verb for s in (await rig.seen("e0"))[before:]]
-    assert broadcaster._links.all == ()
+    assert broadcaster._groups.all == ()
     assert broadcaster._turns.phase is Phase.CLOSED
 
 
@@ -268,7 +268,7 @@ async def test_closing_waits_for_nobodys_wait_and_nothing_opens_after_it(rig: Ri
         assert isinstance(outcomes[1], UpdateFailed)
         assert isinstance(outcomes[5], UpdateFailed)
         assert broadcaster._turns.phase is Phase.CLOSED
-        assert broadcaster._links.all == ()
+        assert broadcaster._groups.all == ()
         assert list(broadcaster.engine_states) == ["e0", "e1"]
         assert broadcaster.version == version
         await until(lambda: is_free(lock))
@@ -320,7 +320,7 @@ async def test_closing_goes_on_whatever_an_adapter_does(rig: Rig, how: str) -> N
     await broadcaster.aclose()
     assert time.monotonic() - started < 2 * limits.close + 1.0
     assert [engine.asked for engine in engines] == [1] * len(engines)
-    assert broadcaster._links.all == ()
+    assert broadcaster._groups.all == ()
     assert broadcaster._turns.phase is Phase.CLOSED
     assert not update_tasks()
 
@@ -370,7 +370,7 @@ async def main():
         await caster.aclose()
         await caster.aclose()
         assert time.monotonic() - started < 2 * limits.close + 1, time.monotonic() - started
-        assert caster._links.all == ()
+        assert caster._groups.all == ()
     assert not ray.is_initialized()
     deadline = time.monotonic() + 10
     while left := [t.name for t in threading.enumerate() if t.name.startswith(("wsync", "async-wsync"))]:

@@ -22,7 +22,7 @@ from async_wsync import (
 )
 from async_wsync.runtime.threads import pause
 from async_wsync.testing import Fault
-from tests.support.fleet import LIMITS, Bar, Rig, a_source, failure_of, heals
+from tests.support.fleet import LIMITS, Bar, Rig, a_source, failure_of, heals, set_limits
 
 
 class Source:
@@ -70,7 +70,7 @@ async def test_a_source_that_fails_before_the_lock_is_the_cause_of_an_update_tha
     async with rig.broadcaster(["e0"], progress=bar) as broadcaster:
         await broadcaster.update_weights(a_source(1), version=rig.next_version())
         version, before = broadcaster.version, len(await rig.seen("e0"))
-        broadcaster._settings = replace(broadcaster._settings, timeouts=limits)
+        set_limits(broadcaster, limits)
         await broadcaster.add_engines([TorchEngine(rig.handles["e1"], name="e1")])
         updates: tuple[Callable[[], Any], ...] = (
             lambda: broadcaster.update_weights(Source(describe), version=rig.next_version()),
@@ -86,7 +86,7 @@ async def test_a_source_that_fails_before_the_lock_is_the_cause_of_an_update_tha
         assert await calls_since(rig, "e0", before) == []
         assert broadcaster.version == version
         assert broadcaster.current_engines() == ("e0",)
-        broadcaster._settings = replace(broadcaster._settings, timeouts=LIMITS)
+        set_limits(broadcaster, LIMITS)
         await heals(rig, broadcaster)
 
 

@@ -14,8 +14,9 @@ from concurrent.futures import Future
 import torch
 
 from async_wsync.errors import EngineFailed
+from async_wsync.groups.member_end import GroupMember
 from async_wsync.groups.nccl import wire_device
-from async_wsync.groups.update_group import GroupMember, join_group
+from async_wsync.groups.rendezvous import join_group
 from async_wsync.runtime.threads import DaemonWorker
 from async_wsync.types import GroupSpec
 

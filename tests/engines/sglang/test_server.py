@@ -24,7 +24,7 @@ from async_wsync.errors import (
     EngineTimeout,
     UpdateFailed,
 )
-from async_wsync.groups.update_group import UpdateGroup
+from async_wsync.groups.source_end import UpdateGroup
 from async_wsync.sources import StateDictSource
 from async_wsync.transfer.layout import lay_out
 from async_wsync.transfer.pack import stage

@@ -26,7 +26,7 @@ from async_wsync.errors import (
     EngineTimeout,
     StaleFence,
 )
-from async_wsync.groups.update_group import UpdateGroup
+from async_wsync.groups.source_end import UpdateGroup
 from async_wsync.runtime.object_refs import RemoteRaised, await_ref
 from async_wsync.transfer.checksum import model_digests
 from async_wsync.types import Call, EngineState, PauseMode, UpdateSpec

@@ -16,7 +16,7 @@ from torch import nn
 from async_wsync.engines.torch import messages as p
 from async_wsync.engines.torch.receiver import WeightReceiver
 from async_wsync.errors import BroadcastFailed, EngineFailed, EngineNotServing, EngineRejected, StaleFence
-from async_wsync.groups.update_group import join_group
+from async_wsync.groups.rendezvous import join_group
 from async_wsync.runtime.threads import spawn, wait_done
 from async_wsync.transfer.layout import lay_out
 from async_wsync.transfer.pack import stage
