@@ -45,6 +45,8 @@ LAYERS = (
     {"rounds"},
     {"engines/failure", "engines/replies", "engines/rejection", "engines/http"},
     {"engines/receiving"},
+    {"engines/sglang/messages", "engines/sglang/checkpoint_index", "engines/sglang/transport"},
+    {"engines/sglang/names", "engines/sglang/http_transport", "engines/sglang/actor_transport"},
     {"engines/torch", "engines/sglang", "engines/vllm"},
     {"sources/tensors", "sources/participate"},
     {"sources"},

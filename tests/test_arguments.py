@@ -309,7 +309,7 @@ def test_every_field_that_an_error_is_given_exists() -> None:
 
 
 def test_every_phase_is_in_the_table_and_has_one_name_whatever_the_engine() -> None:
-    verbs = {"_get", "_post", "_tell", "_named"}
+    verbs = {"_named"}
     phases = {value for path in (ROOT / "async_wsync").rglob("*.py") for _, value in literals(path, "phase")}
     for path in (ROOT / "async_wsync/engines").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

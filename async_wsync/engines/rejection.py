@@ -1,14 +1,69 @@
-"""How an engine says that an update does not fit the model it serves: the same for all engines."""
+"""Whether an update fits the model that an engine serves, and the error if it does not: the same for all engines."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 from async_wsync.errors import BaseMissing, EngineRejected
 
-__all__ = ["base_missing", "rejection"]
+__all__ = ["Findings", "base_missing", "rejection"]
 
 _SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """What an engine, or one of its ranks, finds when it compares an update's tensors with its own.
+
+    Names may come with what is wrong with them.
+
+    Args:
+        unknown: sent, and the engine has no such tensor.
+        unused: sent, and taken without an error, but put nowhere on this rank: another rank has it, or none.
+        missing: tensors of the engine that the update must send and does not.
+        mismatched: of another shape or dtype at the engine.
+        left_out: what an update that need not be strict leaves out; None if the engine can't tell.
+        lacks: why this rank does not hold what such an update builds on.
+        notes: what could not be checked.
+        known: all names that the engine has, if they can be listed.
+    """
+
+    unknown: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    mismatched: tuple[str, ...] = ()
+    left_out: tuple[str, ...] | None = ()
+    lacks: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    known: Collection[str] = ()
+
+    @property
+    def bad(self) -> bool:
+        return bool(self.unknown or self.missing or self.mismatched)
+
+    @staticmethod
+    def merge(ranks: Sequence[Findings]) -> Findings:
+        """What all ranks of an engine say together: a name is unused only if no rank has a use for it."""
+
+        def union(field: str) -> tuple[str, ...]:
+            return tuple(dict.fromkeys(name for rank in ranks for name in getattr(rank, field)))
+
+        nowhere = set(ranks[0].unused).intersection(*(rank.unused for rank in ranks[1:]))
+        unknown = dict.fromkeys([*union("unknown"), *(name for name in ranks[0].unused if name in nowhere)])
+        return Findings(
+            unknown=tuple(unknown),
+            missing=union("missing"),
+            mismatched=union("mismatched"),
+            left_out=union("left_out"),
+            lacks=union("lacks"),
+            notes=union("notes"),
+        )
+
+    def rejection(self, *, engine: str = "") -> EngineRejected:
+        return rejection(
+            unknown=self.unknown, missing=self.missing, mismatched=self.mismatched, known=self.known, engine=engine
+        )
 
 
 def rejection(
@@ -46,7 +101,7 @@ def rejection(
 def base_missing(
     why: str, left_out: Sequence[str], *, holds: int | None, torn: bool = False, engine: str = ""
 ) -> BaseMissing:
-    """The error of an engine that a partial update would leave with a mix. ``left_out``: empty where it can't tell."""
+    """The error of an engine that a partial update would leave with a mix. ``left_out``: empty if it can't tell."""
     what = f"leaves out {len(left_out)} tensors ({_first_few(left_out)})" if left_out else "may leave tensors out"
     return BaseMissing(
         f"{engine}{': ' if engine else ''}the update {what}, and {why}; send it all of the model once",

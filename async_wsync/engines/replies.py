@@ -1,28 +1,29 @@
 """What an engine's reply means.
 
 Engines answer "I failed" in many shapes: ``False``, ``(False, message)``, ``{"success": False}``, an object with a
-``success`` attribute, an HTTP response, one of these for each tensor parallel rank, or nothing at all. Taking an
-answer for a success because it is an answer is how a weight update gets lost in silence.
+``success`` attribute, an HTTP response, one of these for each tensor parallel rank, or nothing at all. If any answer
+counted as a success, a weight update could fail unnoticed.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 
-from async_wsync.errors import BroadcastFailed, EngineFailed
+from async_wsync.errors import BroadcastFailed, EngineFailed, EngineRejected
 
-__all__ = ["failure_in", "looks_collective", "says_vllm_is_dead", "short"]
+__all__ = ["Answer", "failure_in", "failure_in_http", "looks_collective", "says_vllm_is_dead", "short"]
 
 _BAD_WORDS = frozenset({"error", "failed", "failure", "fail"})
 _MISSING = object()
 _LONGEST_CHAIN = 5
-# Engines that are not ours pass on another process's exception as text, and then text is all there is to go by. These
-# are the only tables of foreign messages that decide what a failure is. An entry matches where a message starts: at
-# the start of the text, or of an error that the text quotes ("HTTP 400: ...", "RuntimeError: ...").
+# Engines that are not ours pass on another process's exception as text only. These are the only tables of foreign
+# messages that decide what a failure is. An entry matches the start of a message: the start of the text, or of an
+# error that the text quotes ("HTTP 400: ...", "RuntimeError: ...").
 
 #: torch.distributed's own exceptions, and how messages of gloo, of NCCL and of torch about them start.
 _BROKEN_COLLECTIVE = (
@@ -51,8 +52,68 @@ def _at_a_start(messages: Sequence[str]) -> re.Pattern[str]:
 _COLLECTIVE, _DEAD = _at_a_start(_BROKEN_COLLECTIVE), _at_a_start(_DEAD_VLLM)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What an engine answered to one call.
+
+    Args:
+        engine, method, phase, bucket: who was asked, for what, and in which phase of an update.
+        status: HTTP's status. For an actor: 200, `RAISED` or `NO_METHOD`.
+        data: the decoded JSON body, or its text if it is no JSON; what an actor's method returned.
+        failure: what failed, in words; None for a success. A 200 whose body says otherwise is a failure.
+        error: what an actor's method raised.
+    """
+
+    RAISED: ClassVar[int] = 500
+    NO_METHOD: ClassVar[int] = 501
+
+    engine: str
+    method: str
+    phase: str
+    bucket: int | None
+    status: int = 200
+    data: Any = None
+    failure: str | None = None
+    error: BaseException | None = None
+
+    @property
+    def unknown_call(self) -> bool:
+        """The engine has no such call, so that nothing was done."""
+        return self.status in (404, self.NO_METHOD)
+
+    def says(self, *words: str) -> bool:
+        """Whether it failed with any of these words."""
+        return self.failure is not None and any(some in self.failure for some in words)
+
+    def raise_failure(self) -> Answer:
+        """Raise `EngineFailed` (`EngineRejected` if an actor has no such method) for a failure; else the answer."""
+        if self.failure is not None:
+            raise self.failed(self.failure)
+        return self
+
+    def failed(self, why: str) -> EngineFailed:
+        kind = EngineRejected if self.status == self.NO_METHOD and self.bucket is None else EngineFailed
+        error = kind(
+            f"{self.engine}: {self.method} failed: {why}",
+            engine=self.engine,
+            phase=self.phase,
+            bucket=self.bucket,
+            is_collective=self.bucket is not None and looks_collective(why),
+        )
+        error.__cause__ = self.error
+        return error
+
+
+def failure_in_http(status: int, data: Any) -> str | None:
+    """The failure that an HTTP answer tells of; None if it tells of none. ``data``: the decoded body."""
+    if status < 400:
+        return failure_in(data, none_is_failure=False)
+    words = _words(data) if isinstance(data, Mapping) else None
+    return f"HTTP {status}: {short(words or data)}"
+
+
 def failure_in(reply: Any, *, none_is_failure: bool = True) -> str | None:
-    """The failure that ``reply`` tells of, in words; None where it tells of none.
+    """The failure that ``reply`` tells of, in words; None if it tells of none.
 
     ``none_is_failure``: an engine method that should answer and returned None did not do its work. Pass False for
     methods that return nothing by design.
@@ -78,14 +139,20 @@ def short(value: Any, limit: int = 300) -> str:
 
 def _failure_in_mapping(reply: Mapping[Any, Any]) -> str | None:
     success = reply.get("success", _MISSING)
-    words = _first(reply.get("message"), reply.get("error_message"), reply.get("error"), reply.get("detail"))
+    words = _words(reply)
     if success is not _MISSING:
         return None if _is_true(success) else f"it answered success: {success!r}{_because(words)}"
     if reply.get("error"):
-        return f"it answered an error: {short(reply['error'])}"
+        return f"it answered an error: {short(words or reply['error'])}"
     if str(reply.get("status", "")).lower() in _BAD_WORDS:
         return f"it answered status: {reply['status']!r}{_because(words)}"
     return _bad_status(reply.get("status_code"), words)
+
+
+def _words(reply: Mapping[Any, Any]) -> Any:
+    error = reply.get("error")
+    inner = error.get("message") if isinstance(error, Mapping) else None
+    return _first(inner, reply.get("message"), reply.get("error_message"), error, reply.get("detail"))
 
 
 def _failure_in_sequence(reply: Sequence[Any], none_is_failure: bool) -> str | None:

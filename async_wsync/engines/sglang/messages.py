@@ -1,4 +1,4 @@
-"""What SGLang's weight update calls are sent, and its words for ours. Pure: nothing here sends anything.
+"""The bodies of SGLang's weight update calls, and its words for our pause modes. Nothing here sends anything.
 
 Field names are those of ``sglang.srt.managers.io_struct`` (tried with 0.5.23), compared with it by
 ``tests/engines/sglang/test_contract.py``.
@@ -7,9 +7,8 @@ Field names are those of ``sglang.srt.managers.io_struct`` (tried with 0.5.23), 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from async_wsync import arguments
 from async_wsync.transfer.layout import lay_out
 from async_wsync.types import BucketSpec, GroupSpec, PauseMode, WireFormat
 
@@ -21,11 +20,13 @@ __all__ = [
     "checksum",
     "destroy_group",
     "init_group",
+    "load_lora",
     "no_pause",
     "pause",
     "sample",
     "set_version",
     "shape_of",
+    "unload_lora",
     "version_number",
 ]
 
@@ -37,16 +38,6 @@ PAUSE_WORDS: Mapping[PauseMode, str] = {
     PauseMode.RECOMPUTE: "retract",
     PauseMode.KEEP: "in_place",
 }
-
-
-def check_options(*, num_ranks: Any, name: Any, wire_format: Any, selector: Any) -> None:
-    """The options that every adapter of SGLang has."""
-    arguments.at_least("num_ranks", num_ranks, 1)
-    arguments.text("name", name, none=True)
-    arguments.one_of("selector", selector, get_args(Selector))
-    arguments.kind("wire_format", wire_format, WireFormat)
-    if wire_format is WireFormat.PACKED:
-        raise ValueError("SGLang reads flattened_bucket or per_tensor, not packed")
 
 
 def no_pause(mode: PauseMode) -> str | None:
@@ -87,9 +78,9 @@ def begin(selector: Selector) -> dict[str, Any]:
 def announce(bucket: BucketSpec, group: str, *, wire: WireFormat, selector: Selector) -> dict[str, Any]:
     """The announcement of one bucket.
 
-    The engine lays the bytes out by this very list, so it is in the layout's order. No ``weight_version``: the engine
-    would count the version as its own from the first bucket on. No flush: one follows the pause, not each bucket, and
-    a refused one would turn a bucket that was loaded into an error.
+    The engine reads the bytes in the order of this list, so it has the layout's order. No ``weight_version``: the
+    engine would count the version as its own from the first bucket on. No flush: one follows the pause, not each
+    bucket, and a refused one would turn a bucket that was loaded into an error.
     """
     params = lay_out(bucket, wire).params
     payload: dict[str, Any] = {
@@ -103,7 +94,7 @@ def announce(bucket: BucketSpec, group: str, *, wire: WireFormat, selector: Sele
     }
     if wire is WireFormat.FLATTENED:
         payload["load_format"] = "flattened_bucket"
-    # The engine zips the lists and drops what is too long, without a word.
+    # The engine zips the lists, and silently drops what is too long.
     assert len(payload["names"]) == len(payload["dtypes"]) == len(payload["shapes"]) == len(bucket.params) > 0
     return payload
 
@@ -119,6 +110,20 @@ def sample(name: str, rows: int) -> dict[str, Any]:
 
 def checksum() -> dict[str, Any]:
     return {"action": "checksum"}
+
+
+def load_lora(adapter: str, packed: str, config: Mapping[str, Any], *, num_ranks: int, pinned: bool) -> dict[str, Any]:
+    """``packed``: the tensors, pickled, in base64."""
+    return {
+        "lora_name": adapter,
+        "config_dict": dict(config),
+        "serialized_named_tensors": [packed] * num_ranks,
+        "pinned": pinned,
+    }
+
+
+def unload_lora(adapter: str) -> dict[str, Any]:
+    return {"lora_name": adapter}
 
 
 def version_number(text: Any) -> int | None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from async_wsync.engines.rejection import rejection
+from async_wsync.engines.rejection import Findings
 from async_wsync.engines.replies import looks_collective
 from async_wsync.errors import EngineBusy, EngineFailed, EngineRejected, StaleCall, declared_facts
 from async_wsync.types import Base, BucketSpec, Call, GroupSpec, Manifest, ParamMeta, UpdateSpec
@@ -110,47 +110,6 @@ class Reply:
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Reply:
         return cls(**fields)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Findings:
-    """How one rank finds a manifest. ``unused`` was taken without an error and put nowhere on this rank: on another
-    rank, as with pipeline stages, or nowhere at all. Names come with what is wrong where that helps. ``left_out`` is
-    what is missing in an update that need not be strict, and ``lacks`` why this rank does not hold what such an update
-    builds on."""
-
-    unknown: tuple[str, ...] = ()
-    unused: tuple[str, ...] = ()
-    missing: tuple[str, ...] = ()
-    mismatched: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()
-    lacks: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-
-    @property
-    def bad(self) -> bool:
-        return bool(self.unknown or self.missing or self.mismatched)
-
-    @staticmethod
-    def merge(ranks: list[Findings]) -> Findings:
-        """What all ranks of an engine say together: a name is unused only where no rank has a use for it."""
-
-        def union(field: str) -> tuple[str, ...]:
-            return tuple(dict.fromkeys(name for rank in ranks for name in getattr(rank, field)))
-
-        nowhere = set(ranks[0].unused).intersection(*(rank.unused for rank in ranks[1:]))
-        unknown = dict.fromkeys([*union("unknown"), *(n for n in ranks[0].unused if n in nowhere)])
-        return Findings(
-            unknown=tuple(unknown),
-            missing=union("missing"),
-            mismatched=union("mismatched"),
-            left_out=union("left_out"),
-            lacks=union("lacks"),
-            notes=union("notes"),
-        )
-
-    def rejection(self, *, engine: str = "") -> EngineRejected:
-        return rejection(unknown=self.unknown, missing=self.missing, mismatched=self.mismatched, engine=engine)
 
 
 # -------------------------------------------------------------------------------- errors

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from async_wsync.engines.vllm.messages import Findings
+from async_wsync.engines.rejection import Findings
 from async_wsync.transfer.tensors import torch_dtype
 from async_wsync.types import Manifest, ParamMeta
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from async_wsync.engines.sglang import messages as wire
-from async_wsync.engines.sglang.lora import load_body
 from async_wsync.transfer.tensors import param_meta
 from async_wsync.types import BucketSpec, GroupSpec, WireFormat
 from tests.engines.sglang.server import HERE, PYTHON, environment
@@ -47,8 +46,8 @@ def payloads() -> list[tuple[str, dict[str, Any]]]:
         ("UpdateWeightVersionReqInput", wire.set_version(7)),
         ("GetWeightsByNameReqInput", wire.sample("a", 1)),
         ("CheckWeightsReqInput", wire.checksum()),
-        ("LoadLoRAAdapterFromTensorsReqInput", load_body("tuned", "AAAA", {"r": 4}, num_ranks=2, pinned=False)),
-        ("UnloadLoRAAdapterReqInput", {"lora_name": "tuned"}),
+        ("LoadLoRAAdapterFromTensorsReqInput", wire.load_lora("tuned", "AAAA", {"r": 4}, num_ranks=2, pinned=False)),
+        ("UnloadLoRAAdapterReqInput", wire.unload_lora("tuned")),
     ]
 
 
