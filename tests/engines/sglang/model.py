@@ -1,8 +1,8 @@
 """Run with the server's Python: make tiny random Llamas, and say what transformers generates with them.
 
-python sglang_model.py make FOLDER SEED [tie]
-python sglang_model.py greedy FOLDER COUNT TOKEN...     prints a JSON list
-python sglang_model.py lora FOLDER                      a random PEFT adapter for such a model
+python model.py make FOLDER SEED [tie]
+python model.py greedy FOLDER COUNT TOKEN...     prints a JSON list
+python model.py lora FOLDER                      a random PEFT adapter for such a model
 """
 
 from __future__ import annotations

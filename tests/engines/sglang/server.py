@@ -27,7 +27,7 @@ def environment(**more: str) -> dict[str, str]:
     clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONWARNINGS", "PYTHONDEVMODE")}
     return {
         **clean,
-        "PYTHONPATH": str(HERE / "sglang_standins"),
+        "PYTHONPATH": str(HERE / "standins"),
         "HF_HUB_OFFLINE": "1",
         "SGLANG_USE_CPU_ENGINE": "1",
         "OMP_NUM_THREADS": "1",
@@ -36,9 +36,9 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def model_tool(*arguments: str) -> Any:
-    """What ``sglang_model.py`` prints, decoded."""
+    """What ``model.py`` prints, decoded."""
     done = subprocess.run(
-        [PYTHON, str(HERE / "sglang_model.py"), *arguments],
+        [PYTHON, str(HERE / "model.py"), *arguments],
         env=environment(),
         capture_output=True,
         text=True,

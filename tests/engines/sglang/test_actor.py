@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ from safetensors.torch import save_file
 from async_wsync.broadcaster import WeightBroadcaster
 from async_wsync.engines.sglang.actor import SGLangActor
 from async_wsync.engines.torch.engine import TorchEngine
-from async_wsync.errors import BaseMissing, EngineDied, EngineFailed, EngineRejected, UpdateFailed
+from async_wsync.errors import BaseMissing, EngineDied, EngineFailed, EngineRejected, EngineTimeout, UpdateFailed
 from async_wsync.sources import ModuleSource, StateDictSource
 from async_wsync.transfer.checksum import model_digests
 from async_wsync.types import Call, EngineState, PauseMode, WireFormat
 from tests.support.actors import SyncEngine, a_model, killed
 from tests.support.cluster import RayCluster
+from tests.support.groups import joined
 from tests.support.miles_actors import ray_value
 from tests.support.sglang_actors import MilesServer, SlimeServer
 from tests.support.sglang_updates import update_of
@@ -175,6 +177,55 @@ async def test_a_part_goes_to_actors_that_hold_what_it_builds_on(miles: Any, sli
         report = await sender.update_weights(part, version=5, strict=False)
         assert report.behind == ("miles",)
         assert report.engines["miles"].state is EngineState.STALE
+
+
+async def test_an_actors_group_of_the_same_name_left_behind_is_replaced(miles: Any) -> None:
+    engine = SGLangActor(miles, name="miles 0")
+    created = (400, {"success": False, "message": "The specified group name has already been created, use another"})
+    await ray_value(miles.quirk.remote("/init_weights_update_group", [created]))
+    group = await joined([engine], CALL, hello=False)
+    paths = (await ray_value(miles.look.remote()))["paths"]
+    assert paths.count("/init_weights_update_group") == 2
+    assert paths.count("/destroy_weights_update_group") == 1
+    await engine.leave(CALL, group.spec.name)
+    await group.aclose(5.0)
+
+
+async def test_a_silent_actor_has_not_said_hello(slime: Any) -> None:
+    """One without a version call, too: an unknown process is one that answers and can't tell."""
+    await ray_value(slime.quirk.remote("/continue_generation", partial(time.sleep, 1.5)))
+    busy = slime.continue_generation.remote()
+    with pytest.raises(EngineTimeout, match="slime 0"):
+        await SGLangActor(slime, name="slime 0").hello(Call(source="test", fence=1, timeout=0.3))
+    await ray_value(slime.quirk.remote("/continue_generation", None))  # comes after the busy call
+    await ray_value(busy)
+
+
+async def test_what_an_actor_lacks_is_a_rejection_and_no_busy_engine(slime: Any) -> None:
+    class WithoutFlush:
+        update_weights_from_distributed = slime.update_weights_from_distributed
+
+    engine = SGLangActor(WithoutFlush(), name="no flush")
+    with pytest.raises(EngineRejected, match="no method flush_cache"):
+        await engine.flush(CALL)
+    assert await engine.own_checksums(CALL) is None
+    assert await engine.sample(CALL, ["a.weight"]) == {}
+
+
+async def test_an_actors_checkpoint_is_read_once_for_a_manifest_and_may_be_given_relative(
+    miles: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file(zeros(), tmp_path / "model.safetensors")
+    monkeypatch.chdir(tmp_path)
+    engine, update = SGLangActor(miles, checkpoint="."), update_of(weights(1))
+    monkeypatch.chdir("/")
+    assert await engine.check(CALL, update) == ()
+    (tmp_path / "model.safetensors").unlink()
+    assert await engine.check(CALL, update) == ()
+    again = SGLangActor(miles, checkpoint=tmp_path)
+    assert any("no safetensors checkpoint at" in note for note in await again.check(CALL, update))
+    await engine.aclose()
+    await again.aclose()
 
 
 async def test_a_restarted_actor_is_another_incarnation_and_a_dead_one_is_dead(ray_cluster: RayCluster) -> None:

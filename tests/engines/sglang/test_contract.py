@@ -53,7 +53,7 @@ def payloads() -> list[tuple[str, dict[str, Any]]]:
 
 def ask(pairs: list[tuple[str, dict[str, Any]]]) -> list[str | None]:
     done = subprocess.run(
-        [PYTHON, str(HERE / "sglang_contract.py")],
+        [PYTHON, str(HERE / "contract.py")],
         input=json.dumps(pairs),
         env=environment(),
         capture_output=True,

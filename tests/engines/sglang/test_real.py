@@ -130,8 +130,9 @@ async def test_it_has_every_call_that_we_make(server: SGLangProcess) -> None:
     async with httpx.AsyncClient(trust_env=False) as client:
         paths = (await client.get(f"{server.url}/openapi.json")).json()["paths"]
     ours: set[str] = set()
-    for file in ("sglang.py", "sglang_lora.py"):
-        ours |= set(re.findall(r'"(/[a-z_]+)"', (ROOT / "async_wsync" / "engines" / file).read_text()))
+    for file in ("engine.py", "server.py", "http_transport.py"):
+        text = (ROOT / "async_wsync" / "engines" / "sglang" / file).read_text()
+        ours |= {f"/{route}" for route in re.findall(r'_(?:ask|read)\(\s*"([a-z_]+)"', text)}
     assert len(ours) >= 14
     assert ours <= set(paths)
 
@@ -253,7 +254,7 @@ async def test_any_order_of_the_source_arrives_right(
 TRAINER = """
 import asyncio, sys, time
 from async_wsync.broadcaster import WeightBroadcaster
-from async_wsync.engines.sglang import SGLangServer
+from async_wsync.engines.sglang.server import SGLangServer
 from async_wsync.sources import SafetensorsSource
 
 class Slow(SafetensorsSource):

@@ -166,6 +166,17 @@ async def test_a_bucket_that_was_not_taken_is_a_failure_in_the_engines_words(
     assert not caught.value.is_collective
 
 
+@pytest.mark.parametrize("answer", [(200, None), (200, ""), (200, False)], ids=["null", "nothing", "false"])
+async def test_an_answer_to_a_bucket_that_says_nothing_good_is_no_success(
+    small: SmallSGLang, adapt: Adapt, answer: tuple[int, Any]
+) -> None:
+    small.quirks["/update_weights_from_distributed"] = answer
+    update = update_of(tensors(), group="g")
+    with pytest.raises(EngineFailed, match="it answered"):
+        await adapt().receive(CALL, update, update.buckets[0])
+    assert small.paths() == ["/update_weights_from_distributed"]
+
+
 async def test_a_receive_that_only_saw_the_broadcast_break_says_so(small: SmallSGLang, adapt: Adapt) -> None:
     engine, update = adapt(), update_of(tensors(), group="g")
     group = await joined([engine], CALL, hello=False)
@@ -383,7 +394,15 @@ async def test_a_refused_flush_may_be_tried_again(small: SmallSGLang, adapt: Ada
     await engine.flush(CALL)
 
 
-# ----------------------------------------------------------------------------- the line
+@pytest.mark.parametrize("status", [401, 404])
+async def test_a_server_that_will_never_flush_is_not_called_busy(small: SmallSGLang, adapt: Adapt, status: int) -> None:
+    small.quirks["/flush_cache"] = (status, {"detail": "no"})
+    with pytest.raises(EngineFailed, match="flush_cache") as caught:
+        await adapt().flush(CALL)
+    assert not isinstance(caught.value, EngineBusy)
+
+
+# ---------------------------------------------------------------------------- the calls
 
 
 async def test_a_key_is_sent_and_a_wrong_one_is_explained(small: SmallSGLang, adapt: Adapt) -> None:
