@@ -17,7 +17,7 @@ class EngineSideError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """An exception on its way from the engine to the source. ``error`` is pickled, or empty where that failed."""
+    """An exception on its way from the engine to the source. ``error`` is pickled, or empty if that failed."""
 
     text: str
     trace: str

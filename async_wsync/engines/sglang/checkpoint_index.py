@@ -21,7 +21,7 @@ class CheckpointIndex:
 
 
 def read_index(path: str | Path) -> CheckpointIndex | None:
-    """The index of the checkpoint at ``path``; None where there is none that can be read. Reads headers only."""
+    """The index of the checkpoint at ``path``; None if none can be read. Reads headers only."""
     folder = Path(path)
     try:
         files = sorted(folder.glob("*.safetensors"))

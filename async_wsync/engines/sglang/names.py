@@ -1,8 +1,8 @@
-"""Does an SGLang engine know these tensors? Asked before the first byte, since SGLang does not say.
+"""Whether an SGLang engine knows these tensors: checked before the first byte, since SGLang itself does not tell.
 
 SGLang drops a tensor whose name it does not know, answers 200 and counts the new version. Its API can't list its
-parameters under the names that a checkpoint has (it fuses q, k and v). Two ways are left: the checkpoint it was
-started from, where this process can read it, and asking for one row of each tensor.
+parameters under the names that a checkpoint has (it fuses q, k and v). Two ways are left: to read the checkpoint that
+it was started from, if this process can, and to ask for one row of each tensor.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from async_wsync.types import Manifest, ParamMeta, UpdateSpec
 
 __all__ = ["against_index", "by_probing", "check_base", "not_checked"]
 
-#: So many tensors are probed, one call each. More would take longer than they are worth.
+#: At most so many tensors are asked for, one call each.
 MAX_PROBES = 256
 _OUTPUT_LAYER = "lm_head.weight"
 
