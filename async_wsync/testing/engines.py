@@ -16,6 +16,7 @@ from torch import nn
 from async_wsync.engines.failure import Failure
 from async_wsync.engines.torch import messages as p
 from async_wsync.engines.torch.receiver import WeightReceiver
+from async_wsync.engines.update_codec import pack_update, unpack_update
 from async_wsync.errors import EngineFailed
 from async_wsync.transfer.checksum import combined_digest, model_digests
 from async_wsync.types import BucketSpec
@@ -219,11 +220,11 @@ def start_engine(build: Callable[[], nn.Module], *faults: Fault, **options: Any)
 
 
 def _reversed(packed: bytes) -> bytes:
-    update = p.unpack_update(packed)
+    update = unpack_update(packed)
     buckets = [BucketSpec(index=b.index, params=b.params[::-1], nbytes=b.nbytes) for b in update.buckets]
     if all(len(b.params) < 2 for b in buckets):
         raise EngineFailed("wrong_order needs a bucket with two tensors")
-    return p.pack_update(replace(update, buckets=tuple(buckets)))
+    return pack_update(replace(update, buckets=tuple(buckets)))
 
 
 def _pass_time(seconds: float) -> None:

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from async_wsync.engines.torch.messages import pack_update, unpack_update
+from async_wsync.engines.update_codec import pack_update, unpack_update
 from async_wsync.errors import Cancelled, UpdateFailed
 from async_wsync.rounds.member import RoundMember
 from async_wsync.rounds.state import Phase

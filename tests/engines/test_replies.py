@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from async_wsync.engines.failure import Failure
 from async_wsync.engines.replies import failure_in, looks_collective, says_vllm_is_dead, short
-from async_wsync.engines.vllm.messages import failure_of
 from async_wsync.errors import BroadcastFailed, EngineFailed, EngineRejected
 
 
@@ -160,11 +160,11 @@ async def test_what_gloo_itself_raises_is_known() -> None:
 
 
 def test_vllm_collective_rpc_failures_are_the_engines_own() -> None:
-    own = failure_of(Exception("Call to collective_rpc method failed: KeyError: 'lm_head'"))
-    assert not own["is_collective"]
-    assert failure_of(RuntimeError(GLOO))["is_collective"]
-    assert failure_of(EngineFailed("broken off before its turn", is_collective=True))["is_collective"]
-    assert not failure_of(EngineRejected("unknown here: gloo"))["is_collective"]
+    own = Failure.of(Exception("Call to collective_rpc method failed: KeyError: 'lm_head'"))
+    assert not own.is_collective
+    assert Failure.of(RuntimeError(GLOO)).is_collective
+    assert Failure.of(EngineFailed("broken off before its turn", is_collective=True)).is_collective
+    assert not Failure.of(EngineRejected("unknown here: gloo")).is_collective
 
 
 def test_a_dead_vllm_is_told_from_one_that_speaks_of_death() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from async_wsync import StateDictSource
-from async_wsync.engines.torch.messages import pack_update, unpack_update
+from async_wsync.engines.update_codec import pack_update, unpack_update
 from async_wsync.runtime.loop_gap import LoopGapMeter
 from async_wsync.runtime.threads import spawn, wait_for
 from async_wsync.sources.reader import SourceReader

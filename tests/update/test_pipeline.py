@@ -12,6 +12,7 @@ import torch
 
 from async_wsync.engines.torch import messages as p
 from async_wsync.engines.torch.receiver import WeightReceiver
+from async_wsync.engines.update_codec import pack_update
 from async_wsync.errors import EngineTimeout
 from async_wsync.groups.manager import EngineGroup, GroupManager
 from async_wsync.lock.null import NullLock
@@ -111,7 +112,7 @@ async def send_to(
     for member in members:
         end = await connect([member.receiver], timeout=20.0)
         spec = update_of(update.manifest, bucket_bytes=1 << 30, group=end.spec.name)
-        await ask(member.receiver, p.Begin(p.pack_update(spec)), a_call())
+        await ask(member.receiver, p.Begin(pack_update(spec)), a_call())
         context.fleet.roster[member.name].begin()
         groups[EngineGroup((member,), WireFormat.PACKED, end, (None,))] = spec
 

@@ -1,8 +1,8 @@
 """An engine's membership in one update group, and the thread that does all of its collectives.
 
 The thread runs join, receives and close in order. Whoever must know that nothing of this group can touch
-a parameter any more aborts the membership and waits for `quiet`: that future is done only once the thread has really
-left the collective it was in.
+a parameter any more aborts the membership and waits for `when_idle`: that future is done only once the thread has
+really left the collective it was in.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def done_future() -> Future[None]:
 
 class GroupMembership:
     """One rank of one group. ``fence``: the highest of the calls that used it. ``num_ranks``: all of its engine's.
-    ``device``: the model's, by default the current one. What is received must lie on the seat's own ``device``: the CPU
-    for gloo, for NCCL a CUDA device.
+    ``device``: the model's, by default the current one. The attribute ``device`` is where buffers must lie: on the CPU
+    for gloo, on a CUDA device for NCCL.
 
     ValueError for NCCL where there is no CUDA.
     """
@@ -82,7 +82,7 @@ class GroupMembership:
             return self._running > 0 or bool(self._waiting)
 
     @property
-    def useless(self) -> bool:
+    def unusable(self) -> bool:
         """Whether a member is gone, the source or another engine, and nothing is under way: no update will use it."""
         member = self._member
         return member is not None and member.incomplete and not self.busy
@@ -162,7 +162,7 @@ class GroupMembership:
         self._worker.submit(job).add_done_callback(over)
 
     def broadcast(self, buffers: Sequence[torch.Tensor], timeout: float) -> None:
-        """Receive into ``buffers``; in the thread only. EngineFailed with ``is_collective`` where it breaks."""
+        """Receive into ``buffers``; in the thread only. EngineFailed with ``is_collective`` if it breaks."""
         member = self._member
         try:
             if member is None or self._aborted:
@@ -185,7 +185,7 @@ class GroupMembership:
             future.set_exception(EngineFailed("broken off before its turn", is_collective=True))
         self._give_up_joining()
 
-    def quiet(self) -> Future[None]:
+    def when_idle(self) -> Future[None]:
         """Done once the thread has left whatever it was doing. A join can't write weights and isn't waited for."""
         with self._lock:
             if self._closing is not None:

@@ -27,14 +27,14 @@ class Part:
 
     source: str
     update: UpdateSpec
-    landed: set[int] = field(default_factory=set)
+    arrived: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.buckets: dict[int, BucketSpec] = {b.index: b for b in self.update.buckets}
 
     @property
     def missing(self) -> list[int]:
-        return sorted(self.buckets.keys() - self.landed)
+        return sorted(self.buckets.keys() - self.arrived)
 
     def names(self) -> Iterable[str]:
         yield from (meta.name for meta in self.update.manifest.params)

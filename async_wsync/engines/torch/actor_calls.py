@@ -45,7 +45,7 @@ class ActorCalls:
 
         Submitted before the first suspension, so that the requests of cancelled callers arrive in order.
         """
-        self._heed_queue()
+        self._check_queued()
         if isinstance(request.verb, p.Hello):
             return await self._first_answer(request, what)
         if self._control.usable:
@@ -103,7 +103,7 @@ class ActorCalls:
         self._queued = ref.future()
         return ref
 
-    def _heed_queue(self) -> None:
+    def _check_queued(self) -> None:
         """Drop a connection to a process that is dead, or no longer the actor's, as the queue has found out."""
         queued = self._queued
         if queued is None or not queued.done():

@@ -11,6 +11,7 @@ from async_wsync.engines.failure import Failure
 from async_wsync.engines.replies import failure_in, short
 from async_wsync.engines.torch import messages as p
 from async_wsync.engines.torch.actor_calls import ActorCalls
+from async_wsync.engines.update_codec import pack_update
 from async_wsync.errors import EngineDied, EngineFailed, EngineReplaced, EngineTimeout
 from async_wsync.phases import field_of, not_within
 from async_wsync.runtime.object_refs import RemoteDied, RemoteRaised
@@ -162,10 +163,10 @@ class TorchEngine:
 
     async def _pack(self, update: UpdateSpec) -> bytes:
         if len(update.manifest.params) <= _PACK_INLINE_TENSORS:
-            return p.pack_update(update)
+            return pack_update(update)
         if self._packer is None:
             self._packer = DaemonWorker(f"wsync-pack-{self.name}")
-        return await self._packer.run(p.pack_update, update)
+        return await self._packer.run(pack_update, update)
 
     async def _ask(
         self,

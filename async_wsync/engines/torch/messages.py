@@ -3,24 +3,15 @@
 Engines may be single-threaded actors, so no request blocks. A verb that takes longer is started and
 answered "not done", and then asked for with `Poll` under the id of its request. A request that arrives
 twice is not run twice: the second is answered as a poll.
-
-Errors travel as bytes next to their text, because an engine's own exception class may not exist, or not
-unpickle, in the process of the source.
 """
 
 from __future__ import annotations
 
-import pickle
-import threading
-import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from async_wsync.engines.failure import Failure
-from async_wsync.transfer.recall import recall
-from async_wsync.types import BucketSpec, Call, EngineState, GroupSpec, Manifest, ParamMeta, PauseMode, UpdateSpec
+from async_wsync.types import Call, EngineState, GroupSpec, PauseMode
 
 __all__ = [
     "Abort",
@@ -42,8 +33,6 @@ __all__ = [
     "Reset",
     "Resume",
     "Verb",
-    "pack_update",
-    "unpack_update",
 ]
 
 
@@ -54,7 +43,7 @@ class Verb:
 
 @dataclass(frozen=True, slots=True)
 class Hello(Verb):
-    """Requester are you? Answered with an `EngineInfo`, under any fence.
+    """Who are you? Answered with an `EngineInfo`, under any fence.
 
     ``control``: the key under which the engine publishes where it takes control connections; "" for none.
     """
@@ -118,7 +107,7 @@ class Receive(Verb):
 
 @dataclass(frozen=True, slots=True)
 class End(Verb):
-    """Nothing more comes; refused where something is missing."""
+    """Nothing more comes; refused if something is missing."""
 
     update_id: str
 
@@ -185,73 +174,3 @@ class Reply:
     state: EngineState = EngineState.STALE
     version: int | None = None
     control: ControlAddress | None = None
-
-
-_packing = threading.Lock()
-
-
-_PIECE = 2048
-
-
-def pack_update(update: UpdateSpec) -> bytes:
-    """The spec as bytes, small and cheap to pickle again.
-
-    Measured with 16 000 tensors: pickling them one by one takes 100 ms in one piece, the columns 5 ms. Each piece of
-    a column is pickled by itself, as no other thread runs meanwhile; and all is compressed, as it goes to each engine
-    twice. Buckets refer to the manifest's tensors; ValueError if one has a tensor that the manifest has not.
-    """
-    head = (update.update_id, update.version, update.group, update.strict, update.base)
-    with _packing:  # each engine's adapter asks in a thread of its own, at the same moment
-        body = _pack_body(update.manifest, update.buckets)
-    return pickle.dumps((head, body), protocol=5)
-
-
-@recall(4, lambda manifest, buckets: (id(manifest), id(buckets)))
-def _pack_body(manifest: Manifest, buckets: Sequence[BucketSpec]) -> bytes:
-    """Computed once for all engines of an update, and for further updates of the same tensors."""
-    params = manifest.params
-    position = {meta.name: i for i, meta in enumerate(params)}
-    packed = []
-    for bucket in buckets:
-        places = [position.get(meta.name, -1) for meta in bucket.params]
-        if any(place < 0 or params[place] != meta for place, meta in zip(places, bucket.params, strict=True)):
-            raise ValueError(f"bucket {bucket.index} has a tensor that the manifest has not")
-        packed.append((bucket.index, bucket.nbytes, _in_pieces(places)))
-    columns = [_in_pieces([meta[i] for meta in params]) for i in range(len(ParamMeta._fields))]
-    names = (_in_pieces(manifest.aliases), _in_pieces(manifest.tied))
-    return zlib.compress(pickle.dumps((columns, *names, packed), protocol=5), level=1)
-
-
-def _in_pieces(items: Sequence[Any]) -> list[bytes]:
-    return [pickle.dumps(items[i : i + _PIECE], protocol=5) for i in range(0, len(items), _PIECE)]
-
-
-def _joined(pieces: Sequence[bytes]) -> list[Any]:
-    return [item for piece in pieces for item in pickle.loads(piece)]
-
-
-def unpack_update(data: bytes) -> UpdateSpec:
-    """The spec that `pack_update` packed."""
-    (update_id, version, group, strict, base), body = pickle.loads(data)
-    manifest, buckets = _unpack_body(body)
-    return UpdateSpec(
-        update_id=update_id,
-        version=version,
-        manifest=manifest,
-        buckets=buckets,
-        group=group,
-        strict=strict,
-        base=base,
-    )
-
-
-@lru_cache(maxsize=2)
-def _unpack_body(body: bytes) -> tuple[Manifest, tuple[BucketSpec, ...]]:
-    """Kept, since one update after another sends the same tensors: the same bytes give the same objects."""
-    columns, aliases, tied, buckets = pickle.loads(zlib.decompress(body))
-    params = [ParamMeta(*fields) for fields in zip(*map(_joined, columns), strict=True)]
-    specs = [
-        BucketSpec(index=i, params=tuple(params[p] for p in _joined(places)), nbytes=n) for i, n, places in buckets
-    ]
-    manifest = Manifest(params=tuple(params), aliases=tuple(_joined(aliases)), tied=tuple(_joined(tied)))
-    return manifest, tuple(specs)

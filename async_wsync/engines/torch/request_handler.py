@@ -1,30 +1,24 @@
 """The engine's end of the protocol: admits requests, starts their verbs, tells what became of them.
 
 Threads. Requests arrive on the actor's own threads (or its event loop) and never block there; most arrive on those
-of control connections. Pauses, hooks and
-all that changes the session run one by one in one daemon thread; collectives run in one for each group. All
-state is guarded by one condition, which is never held while anything blocks.
+of control connections. Pauses, hooks and all that changes the session run one by one in one daemon thread;
+collectives run in one for each group. All state is guarded by one condition, which is never held while anything blocks.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-import threading
-import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import Any
 
-from async_wsync.engines.failure import Failure
-from async_wsync.engines.receiving.request_log import RequestLog
+from async_wsync.engines.receiving.receiving_end import ReceivingEnd
 from async_wsync.engines.torch import messages as p
 from async_wsync.engines.torch.actions import Hooks, ReceiverActions
 from async_wsync.engines.torch.control import ControlServer
 from async_wsync.engines.torch.targets import Model, model_device, named_targets
-from async_wsync.errors import EngineFailed, EngineReplaced, StaleFence
-from async_wsync.runtime.foreign_code import contained
 from async_wsync.runtime.object_refs import node_address
 from async_wsync.runtime.threads import DaemonWorker
 from async_wsync.transfer.checksum import model_digests
@@ -39,26 +33,23 @@ class RequestHandler:
     """Everything behind `WeightReceiver`. ``entry``: what is called with requests that come beside Ray's queue."""
 
     def __init__(self, model: Model, hooks: Hooks, *, name: str, entry: Callable[[p.Request], Any]) -> None:
-        self.incarnation = uuid.uuid4().hex
-        self._changed = threading.Condition(threading.RLock())
-        self.actions = ReceiverActions(model, hooks, name=name, changed=self._changed, check_fence=self._check_fence)
-        self._fence = 0
-        self._requests = RequestLog()
+        self._receiving = ReceivingEnd(member=name, device=lambda: model_device(model))
+        self.actions = ReceiverActions(model, hooks, self._receiving)
         self._ops = DaemonWorker("wsync-receiver")
         self._control = ControlServer(entry)
-        actions = self.actions
+        actions, receiving = self.actions, self._receiving
         self._verbs: dict[type[p.Verb], Callable[[Call, Any], Any]] = {
             p.Hello: self._hello,
-            p.Join: actions.join,
-            p.Leave: actions.leave,
-            p.Abort: actions.abort,
+            p.Join: lambda call, verb: receiving.memberships.join(call, verb.group, verb.rank),
+            p.Leave: lambda call, verb: receiving.leave(verb.group),
+            p.Abort: lambda call, verb: receiving.abort(verb.group),
             p.Receive: actions.receive,
             p.Check: self._later(actions.check),
             p.Pause: self._later(actions.pause),
             p.Flush: self._later(actions.flush),
             p.Begin: self._later(actions.begin),
             p.End: self._later(actions.end),
-            p.Publish: self._later(actions.publish),
+            p.Publish: self._later(lambda call, verb: receiving.publish(call, verb.version)),
             p.Resume: self._later(actions.resume),
             p.Reset: self._later(actions.reset),
             p.Checksums: self._later(self._checksums),
@@ -72,79 +63,49 @@ class RequestHandler:
         verb = request.verb
         if isinstance(verb, p.Poll):
             return self._reply(verb.request_id)
-        if self._requests.open(request.id):
-            try:
-                with contained():
-                    self._admit(request)
-                    answer = self._verbs[type(verb)](request.call, verb)
-            except Exception as error:
-                self._requests.settle(request.id, error=error)
-            else:
-                if isinstance(answer, Future):
-                    self._requests.follow(request.id, answer)
-                    if not isinstance(verb, p.Join | p.Receive):
-                        wait([answer], timeout=_INSTANT)
-                else:
-                    self._requests.settle(request.id, value=answer)
+        under_way = self._receiving.requests.run(request.id, lambda: self._start(request))
+        if under_way is not None and not isinstance(verb, p.Join | p.Receive):
+            wait([under_way], timeout=_INSTANT)
         reply = self._reply(request.id)
         if isinstance(verb, p.Hello) and verb.control:
             return replace(reply, control=self._control.open(node_address(), verb.control))
         return reply
 
     def _reply(self, request_id: str) -> p.Reply:
-        known, outcome = self._requests.look_up(request_id)
-        failure = None if outcome is None else outcome.failure
-        if not known:
-            failure = Failure.of(EngineFailed(f"request {request_id} is not known here"))
-        with self._changed:
+        outcome = self._receiving.requests.outcome(request_id)
+        with self._receiving.changed:
             return p.Reply(
-                incarnation=self.incarnation,
-                done=outcome is not None or not known,
+                incarnation=self._receiving.incarnation,
+                done=outcome is not None,
                 value=None if outcome is None else outcome.value,
-                failure=failure,
-                state=self.actions.weights.state,
-                version=self.actions.weights.version,
+                failure=None if outcome is None else outcome.failure,
+                state=self._receiving.weights.state,
+                version=self._receiving.weights.version,
             )
 
-    def _admit(self, request: p.Request) -> None:
-        if request.incarnation not in (None, self.incarnation):
-            raise EngineReplaced("this engine was restarted: it has neither the group nor the weights it had")
-        verb, call = request.verb, request.call
-        if isinstance(verb, p.Hello):
-            return
-        with self._changed:
-            if isinstance(verb, p.Abort | p.Leave) and self.actions.owns(verb.group, call.source):
-                return  # whoever lost the lock may still stop what it started, and clean up
-            self._check_fence(call)
-            if call.fence > self._fence:
-                self._fence = call.fence
-                self._changed.notify_all()
-                self.actions.break_off_older(call.fence)
-
-    def _check_fence(self, call: Call) -> None:
-        with self._changed:
-            if call.fence < self._fence:
-                raise StaleFence(
-                    f"fence {call.fence} of {call.source!r} is stale, {self._fence} was seen: the caller lost the lock",
-                    fence=call.fence,
-                    seen=self._fence,
-                )
+    def _start(self, request: p.Request) -> Any:
+        admission, verb = self._receiving.admission, request.verb
+        admission.check_incarnation(request.incarnation)
+        if not isinstance(verb, p.Hello):
+            admission.admit(request.call, ends=verb.group if isinstance(verb, p.Abort | p.Leave) else None)
+        return self._verbs[type(verb)](request.call, verb)
 
     def _later(self, verb_fn: Callable[[Call, Any], Any]) -> Callable[[Call, Any], Future[Any]]:
         def run(call: Call, verb: Any) -> Any:
-            self._check_fence(call)  # it may have waited here while another took over
+            self._receiving.admission.check_fence(call)  # it may have waited here while another took over
             return verb_fn(call, verb)
 
         return lambda call, verb: self._ops.submit(run, call, verb)
 
     def _hello(self, call: Call, verb: p.Hello) -> EngineInfo:
         device = str(model_device(self.actions.model))
-        with self._changed:
+        weights = self._receiving.weights
+        with self._receiving.changed:
             return EngineInfo(
-                incarnation=self.incarnation,
-                version=self.actions.weights.version,
-                update_id=self.actions.weights.update_id,
-                state=self.actions.weights.state,
+                incarnation=self._receiving.incarnation,
+                version=weights.version,
+                update_id=weights.update_id,
+                state=weights.state,
                 device=device,
                 host=socket.gethostname(),
                 pid=os.getpid(),

@@ -15,8 +15,10 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from async_wsync import arguments
+from async_wsync.engines.failure import Failure
 from async_wsync.engines.http import JsonServer
 from async_wsync.engines.rejection import base_missing
+from async_wsync.engines.update_codec import update_to_json
 from async_wsync.engines.vllm import messages as wire
 from async_wsync.engines.vllm.control import ActorControl, At, Control, HttpControl, hinted, unseen_replica
 from async_wsync.errors import EngineBusy, EngineDied, EngineFailed, EngineTimeout
@@ -77,8 +79,8 @@ class VLLMEngine:
             version = await self._alive(self._control.get_version(at), at)
         first = replies[0].value
         versions = {(reply.value["version"], reply.value["update_id"]) for reply in replies}
-        state = max((EngineState(reply.state) for reply in replies), key=_gravity)
-        if len(versions) > 1 and _gravity(state) < _gravity(EngineState.TORN):
+        state = max((EngineState(reply.state) for reply in replies), key=_severity)
+        if len(versions) > 1 and _severity(state) < _severity(EngineState.TORN):
             state = EngineState.TORN
         mine, update_id = versions.pop() if len(versions) == 1 else (None, None)
         notes = () if mine is None or version == str(mine) else (f"vLLM calls its weights {version!r}",)
@@ -95,7 +97,7 @@ class VLLMEngine:
 
     async def check(self, call: Call, update: UpdateSpec) -> tuple[str, ...]:
         with self._named("check", call) as at:
-            replies = await self._ask("check", call, at, update=wire.encode_update(update))
+            replies = await self._ask("check", call, at, update=update_to_json(update))
             found = wire.Findings.merge([wire.Findings(**_tuples(reply.value)) for reply in replies])
             if found.bad:
                 raise found.rejection(engine=self.name)
@@ -155,8 +157,8 @@ class VLLMEngine:
                     engine=self.name,
                     phase="begin",
                 )
-            replies = await self._ask("begin", call, at, update=wire.encode_update(update))
-            await self._follow_vllm(replies, at)
+            replies = await self._ask("begin", call, at, update=update_to_json(update))
+            await self._make_vllm_calls(replies, at)
             await self._raise_close_failure(call, update, at)
         self._posting = asyncio.Lock()
 
@@ -192,7 +194,8 @@ class VLLMEngine:
     async def resume(self, call: Call) -> None:
         with self._named("resume", call) as at:
             replies = await self._ask("status", call, at)
-            bad = [r.state for r in replies if r.state in (EngineState.TORN, EngineState.UPDATING)]
+            states = [EngineState.UPDATING if reply.value["open"] else reply.state for reply in replies]
+            bad = [state for state in states if state in (EngineState.TORN, EngineState.UPDATING)]
             if bad:
                 raise EngineFailed(
                     f"{self.name}: it is {bad[0]} and must not serve; a whole update that is published heals it",
@@ -203,14 +206,14 @@ class VLLMEngine:
 
     async def reset(self, call: Call) -> None:
         with self._named("reset", call) as at:
-            await self._follow_vllm(await self._ask("reset", call, at), at)
+            await self._make_vllm_calls(await self._ask("reset", call, at), at)
 
     async def aclose(self) -> None:
         await self._control.aclose()
 
     # ------------------------------------------------------------------------ asking
 
-    async def _follow_vllm(self, replies: list[wire.Reply], at: At) -> None:
+    async def _make_vllm_calls(self, replies: list[wire.Reply], at: At) -> None:
         """Make the calls to vLLM's own cycle that the backend says must follow."""
         for verb, make in (("finish", self._control.finish), ("start", self._control.start)):
             if any(reply.value.get(verb) for reply in replies):
@@ -220,7 +223,7 @@ class VLLMEngine:
         replies = await self._ask("status", call, at, update_id=update.update_id)
         for reply in replies:
             if reply.value["failure"] is not None:
-                raise wire.rebuild(reply.value["failure"], engine=self.name, phase=at.phase)
+                raise Failure.from_json(reply.value["failure"]).rebuild(engine=self.name, phase=at.phase)
         return replies
 
     async def load_seconds(self, call: Call) -> float:
@@ -245,10 +248,10 @@ class VLLMEngine:
             answers = unseen_replica(error)
         if not answers:
             raise EngineFailed(f"{self.name}: {at.phase}: no rank answered", engine=self.name, phase=at.phase)
-        replies = [wire.Reply.of(answer) for answer in answers]
-        failures = sorted((r.failure for r in replies if r.failure is not None), key=lambda f: bool(f["is_collective"]))
+        replies = [wire.Reply.from_json(answer) for answer in answers]
+        failures = sorted((r.failure for r in replies if r.failure is not None), key=lambda f: f.is_collective)
         if failures:
-            raise wire.rebuild(failures[0], engine=self.name, phase=at.phase, bucket=at.bucket)
+            raise failures[0].rebuild(engine=self.name, phase=at.phase, bucket=at.bucket)
         return replies
 
     async def _until_done(self, request_id: str, at: At, *, pauses: tuple[float, ...] = (0.0,)) -> None:
@@ -331,7 +334,7 @@ def _actor_name(handle: Any) -> str:
     return f"vllm-{actor_id.hex()[:8]}" if actor_id is not None else "vllm"
 
 
-def _gravity(state: EngineState) -> int:
+def _severity(state: EngineState) -> int:
     order = (EngineState.CURRENT, EngineState.STALE, EngineState.UPDATING, EngineState.TORN, EngineState.LOST)
     return order.index(state)
 

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from async_wsync.engines.failure import EngineSideError, Failure
-from async_wsync.engines.receiving.request_log import RequestLog
 from async_wsync.engines.receiving.weight_state import WeightState
 from async_wsync.engines.torch import messages as p
 from async_wsync.engines.torch.receiver import WeightReceiver
 from async_wsync.engines.torch.targets import check_manifest
+from async_wsync.engines.update_codec import pack_update, unpack_update
 from async_wsync.errors import (
     BaseMissing,
     EngineBusy,
@@ -66,7 +66,7 @@ def someone_inside(receiver: WeightReceiver) -> Iterator[threading.Event]:
 async def an_empty_update(receiver: WeightReceiver, version: int, *, fence: int = 1) -> None:
     call = a_call(fence=fence)
     update = update_of(EMPTY, version=version, strict=False)
-    await ask(receiver, p.Begin(p.pack_update(update)), call)
+    await ask(receiver, p.Begin(pack_update(update)), call)
     await ask(receiver, p.End(update.update_id), call)
     await ask(receiver, p.Publish(version), call)
 
@@ -131,23 +131,9 @@ async def test_an_outcome_can_be_asked_for_again_after_its_reply_was_lost() -> N
     assert first == model_digests(receiver._request_handler.actions.model.state_dict())
 
 
-async def test_an_unknown_ticket_is_an_error_and_not_an_endless_wait() -> None:
+async def test_an_unknown_request_is_an_error_and_not_an_endless_wait() -> None:
     with pytest.raises(EngineFailed, match="not known"):
         await outcome(a_receiver(), "nobody's")
-
-
-def test_pending_tickets_are_kept_and_old_outcomes_forgotten() -> None:
-    requests = RequestLog()
-    requests.open("pending")
-    for i in range(1000):
-        assert requests.open(str(i))
-        requests.settle(str(i), value=i)
-    assert requests.look_up("pending") == (True, None)
-    assert requests.look_up("0") == (False, None)
-    known, last = requests.look_up("999")
-    assert known
-    assert last is not None
-    assert last.value == 999
 
 
 async def test_requests_are_answered_while_a_hook_blocks() -> None:
@@ -199,7 +185,7 @@ def test_an_engines_weight_sync_error_keeps_its_type_and_facts() -> None:
 def test_an_update_spec_survives_packing() -> None:
     params = tuple(ParamMeta(name=f"p{i}", dtype="bfloat16", shape=(i, 2)) for i in range(1, 50))
     update = update_of(Manifest(params=params, aliases=(("q", "p1"),)), bucket_bytes=64, group="g", strict=False)
-    assert p.unpack_update(p.pack_update(update)) == update
+    assert unpack_update(pack_update(update)) == update
 
 
 # ------------------------------------------------------------------------ the gate
@@ -243,7 +229,7 @@ async def test_a_begin_shuts_the_gate_even_if_nobody_paused() -> None:
     receiver = a_receiver()
     update = update_of(EMPTY, strict=False)
     with someone_inside(receiver) as leave:
-        request_id = start(receiver, p.Begin(p.pack_update(update)))
+        request_id = start(receiver, p.Begin(pack_update(update)))
         await asyncio.sleep(0.1)
         assert not look(receiver, request_id).done
         with pytest.raises(EngineNotServing):
@@ -261,7 +247,7 @@ async def test_a_begin_that_finds_someone_inside_until_its_limit_changes_nothing
     receiver = a_receiver()
     with someone_inside(receiver):
         with pytest.raises(EngineBusy):
-            await ask(receiver, p.Begin(p.pack_update(update_of(EMPTY, strict=False))), a_call(timeout=0.1))
+            await ask(receiver, p.Begin(pack_update(update_of(EMPTY, strict=False))), a_call(timeout=0.1))
         assert receiver.weight_state is EngineState.STALE
         with receiver.serving():
             pass
@@ -356,7 +342,7 @@ async def test_a_failing_end_hook_keeps_the_version_from_being_published() -> No
 
     receiver = a_receiver(on_update_end=broken)
     update = update_of(EMPTY, version=3, strict=False)
-    await ask(receiver, p.Begin(p.pack_update(update)))
+    await ask(receiver, p.Begin(pack_update(update)))
     with pytest.raises(EngineFailed) as failed:
         await ask(receiver, p.End(update.update_id))
     assert isinstance(failed.value.__cause__, OSError)
@@ -371,7 +357,7 @@ async def test_a_failing_end_hook_keeps_the_version_from_being_published() -> No
 async def test_a_stale_fence_is_refused_by_every_verb_that_changes_something() -> None:
     receiver = a_receiver()
     await ask(receiver, p.Flush(), a_call(fence=9))
-    update = p.pack_update(update_of(EMPTY, strict=False))
+    update = pack_update(update_of(EMPTY, strict=False))
     verbs: list[p.Verb] = [
         p.Join(a_spec_of_nobody(), 1),
         p.Leave("g"),
@@ -427,7 +413,7 @@ async def test_a_manifest_that_does_not_fit_is_refused_by_name() -> None:
     metas["0.bias"] = ParamMeta(name="0.bias", dtype="bfloat16", shape=(3,))
     metas["0.weight"] = ParamMeta(name="0.weight", dtype="float32", shape=(3, 4, 1))
     metas["new"] = ParamMeta(name="new", dtype="float32", shape=(1,))
-    update = p.pack_update(update_of(Manifest(params=tuple(metas.values()))))
+    update = pack_update(update_of(Manifest(params=tuple(metas.values()))))
     for verb in (p.Check(update), p.Begin(update)):
         with pytest.raises(EngineRejected) as refused:
             await ask(receiver, verb)
@@ -445,10 +431,10 @@ async def test_a_part_of_the_model_is_taken_where_the_update_is_not_strict() -> 
     receiver = WeightReceiver(model)
     part = Manifest(params=manifest_of(model).params[:1])
     with pytest.raises(EngineRejected):
-        await ask(receiver, p.Check(p.pack_update(update_of(part))))
+        await ask(receiver, p.Check(pack_update(update_of(part))))
     await an_empty_update(receiver, version=1)
     update = replace(update_of(part, strict=False), base=Base(version=1, update_id=None))
-    notes = await ask(receiver, p.Check(p.pack_update(update)))
+    notes = await ask(receiver, p.Check(pack_update(update)))
     assert "1 tensors keep" in notes[0]
 
 
@@ -457,7 +443,7 @@ async def test_a_name_tied_at_the_engine_need_not_be_sent() -> None:
     receiver = WeightReceiver({"a": shared, "b": shared, "empty": torch.zeros(0), "void": torch.zeros(0)})
     manifest = Manifest(params=(ParamMeta(name="a", dtype="float32", shape=(3, 3)),))
     with pytest.raises(EngineRejected) as refused:
-        await ask(receiver, p.Check(p.pack_update(update_of(manifest))))
+        await ask(receiver, p.Check(pack_update(update_of(manifest))))
     assert refused.value.missing == ("empty", "void"), "empty tensors share nothing"
 
 
@@ -465,7 +451,7 @@ async def check_part(receiver: WeightReceiver, names: set[str], base: Base | Non
     full = manifest_of(receiver._request_handler.actions.model)  # type: ignore[arg-type]
     part = Manifest(params=tuple(meta for meta in full.params if meta.name in names))
     update = replace(update_of(part, strict=False), base=base)
-    return tuple(await ask(receiver, p.Check(p.pack_update(update))))
+    return tuple(await ask(receiver, p.Check(pack_update(update))))
 
 
 async def test_a_part_is_refused_in_check_unless_its_base_is_what_was_published_here() -> None:
@@ -499,11 +485,11 @@ async def test_a_tied_tensor_that_was_torn_under_one_name_is_healed_under_the_ot
     receiver._request_handler.actions.weights.suspect(["b"])
     metas = (ParamMeta(name="a", dtype="float32", shape=(3,)), ParamMeta(name="c", dtype="float32", shape=(2,)))
     whole = Manifest(params=metas)
-    assert await ask(receiver, p.Check(p.pack_update(update_of(whole)))) == ()
+    assert await ask(receiver, p.Check(pack_update(update_of(whole)))) == ()
     weights = receiver._request_handler.actions.weights
     update = update_of(Manifest(params=metas))
     part = weights.begin(update, "trainer", receiver._request_handler.actions.model)  # type: ignore[arg-type]
-    part.landed.update(part.buckets)
+    part.arrived.update(part.buckets)
     await ask(receiver, p.End(update.update_id))
 
 
@@ -517,7 +503,7 @@ async def test_names_tied_here_and_sent_untied_are_refused_by_name() -> None:
     shared = torch.zeros(2, 4)
     receiver = WeightReceiver({"embed": shared, "head": shared, "other": torch.zeros(2, 4)})
     with pytest.raises(EngineRejected, match="one memory") as refused:
-        await ask(receiver, p.Check(p.pack_update(update_of(of("embed", "head", "other")))))
+        await ask(receiver, p.Check(pack_update(update_of(of("embed", "head", "other")))))
     assert len(refused.value.mismatched) == 1
     assert "head" in refused.value.mismatched[0]
     assert "embed" in refused.value.mismatched[0]
@@ -529,17 +515,15 @@ async def test_names_tied_here_and_sent_untied_are_refused_by_name() -> None:
         of("embed", "head", "other", tied=(("head", "embed"),)),
     )
     for manifest in fine:
-        assert await ask(receiver, p.Check(p.pack_update(update_of(manifest)))) == ()
+        assert await ask(receiver, p.Check(pack_update(update_of(manifest)))) == ()
     for wrong in (
         of("embed", "other", aliases=(("head", "other"),)),
         of("other", "head", aliases=(("embed", "other"),)),
     ):
         with pytest.raises(EngineRejected, match="one memory"):
-            await ask(receiver, p.Check(p.pack_update(update_of(wrong))))
+            await ask(receiver, p.Check(pack_update(update_of(wrong))))
     with pytest.raises(EngineRejected, match="head: sent, and named as an alias"):
-        await ask(
-            receiver, p.Check(p.pack_update(update_of(of("embed", "head", "other", aliases=(("head", "embed"),)))))
-        )
+        await ask(receiver, p.Check(pack_update(update_of(of("embed", "head", "other", aliases=(("head", "embed"),))))))
 
 
 def test_views_that_overlap_are_one_memory_and_views_that_interleave_are_not() -> None:
@@ -564,7 +548,7 @@ def test_a_manifest_says_which_tensors_it_sends_twice() -> None:
     each, once = StateDictSource(mapping, tied="each").manifest(), StateDictSource(mapping).manifest()
     assert (each.tied, each.aliases) == ((("head", "embed"),), ())
     assert (once.tied, once.aliases) == ((), (("head", "embed"),))
-    assert p.unpack_update(p.pack_update(update_of(each))).manifest == each
+    assert unpack_update(pack_update(update_of(each))).manifest == each
     assert each.fingerprint() != Manifest(params=each.params).fingerprint()
 
 
@@ -572,7 +556,7 @@ async def test_an_alias_of_what_is_not_sent_and_a_meta_target_are_refused() -> N
     receiver = WeightReceiver({"a": torch.zeros(2, device="meta"), "b": torch.zeros(2)})
     manifest = Manifest(params=(ParamMeta(name="a", dtype="float32", shape=(2,)),), aliases=(("b", "ghost"),))
     with pytest.raises(EngineRejected) as refused:
-        await ask(receiver, p.Check(p.pack_update(update_of(manifest))))
+        await ask(receiver, p.Check(pack_update(update_of(manifest))))
     assert len(refused.value.mismatched) == 2
 
 
@@ -595,7 +579,7 @@ async def test_a_begin_needs_its_group() -> None:
     receiver = a_receiver()
     update = update_of(manifest_of(nn.Linear(4, 3)), group="never joined")
     with pytest.raises(EngineFailed, match="not joined"):
-        await ask(receiver, p.Begin(p.pack_update(update)))
+        await ask(receiver, p.Begin(pack_update(update)))
     assert receiver.weight_state is EngineState.STALE
     with receiver.serving():
         pass
@@ -629,12 +613,12 @@ def test_a_tensor_is_suspect_until_a_version_with_all_of_it_is_published() -> No
     assert weights.state is EngineState.TORN
 
     part = update_of(Manifest(params=whole.manifest.params[1:]), version=2)
-    weights.begin(part, "s", {}).landed.update(b.index for b in part.buckets)
+    weights.begin(part, "s", {}).arrived.update(b.index for b in part.buckets)
     with pytest.raises(EngineRejected, match="torn"):
         weights.check_complete(part.update_id)
 
     again = update_of(whole.manifest, version=3)
-    weights.begin(again, "s", {}).landed.update(b.index for b in again.buckets)
+    weights.begin(again, "s", {}).arrived.update(b.index for b in again.buckets)
     weights.end(weights.check_complete(again.update_id))
     assert weights.state is EngineState.TORN, "nobody published it"
     weights.publish(3, fence=1)

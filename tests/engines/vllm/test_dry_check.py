@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from async_wsync import WeightBroadcaster
+from async_wsync.engines.update_codec import update_to_json
 from async_wsync.engines.vllm.engine import VLLMEngine
-from async_wsync.engines.vllm.messages import encode, encode_update
+from async_wsync.engines.vllm.messages import encode
 from async_wsync.errors import EngineRejected
 from async_wsync.sources import StateDictSource
 from async_wsync.types import Call, UpdateEvent
@@ -56,7 +57,7 @@ async def test_an_update_that_is_under_way_is_not_disturbed(engine: Engine) -> N
 
     def ask(event: UpdateEvent) -> None:
         if event.kind in ("paused", "bucket_done") and event.kind not in answers:
-            request = encode("check", ONLY_ASKS, update=encode_update(another))
+            request = encode("check", ONLY_ASKS, update=update_to_json(another))
             answers[event.kind] = engine.receivers[0].handle(request)
 
     async with broadcaster(engine, on_event=ask) as wb:

@@ -7,6 +7,7 @@ import json
 import time
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,9 +15,10 @@ import pytest
 import torch
 
 from async_wsync import UpdateFailed, WeightBroadcaster
+from async_wsync.engines.update_codec import update_from_json, update_to_json
 from async_wsync.engines.vllm.control import unseen_replica
 from async_wsync.engines.vllm.engine import VLLMEngine
-from async_wsync.engines.vllm.messages import UNSEEN_REPLICA, Findings, Reply, decode_update, encode_update
+from async_wsync.engines.vllm.messages import UNSEEN_REPLICA, Findings, Reply
 from async_wsync.engines.vllm.names import _clashes, _Target
 from async_wsync.errors import BaseMissing, EngineDied, EngineFailed, EngineRejected, RendezvousError, StaleFence
 from async_wsync.runtime.object_refs import RemoteRaised
@@ -25,6 +27,7 @@ from async_wsync.types import Call, EngineInfo, EngineState, PauseMode, Timeouts
 from tests.support import updates
 from tests.support.groups import joined
 from tests.support.peers import Peer
+from tests.support.receiver_driver import a_spec_of_nobody
 from tests.support.vllm_double import Engine
 
 BUCKET_BYTES = 4096
@@ -48,7 +51,7 @@ def adapter(engine: Engine, name: str = "vllm") -> VLLMEngine:
 
 
 class Unasked:
-    """An adapter that greets its engine without comparing the number of ranks."""
+    """An adapter that says hello to its engine without comparing the number of ranks."""
 
     def __init__(self, inner: VLLMEngine) -> None:
         self._inner = inner
@@ -224,6 +227,31 @@ async def test_an_abort_frees_a_receive_at_once(engine: Engine) -> None:
     await group.aclose(5.0)
 
 
+async def test_an_abort_between_buckets_closes_the_update_and_vllm_does_not_serve_until_its_own_is_closed(
+    engine: Engine,
+) -> None:
+    one, by = adapter(engine), call()
+    group, _ = await _begun(one, by)
+    await one.abort(by, group.spec.name)
+    assert [receiver.state for receiver in engine.receivers] == [EngineState.STALE] * 2
+    assert engine.active
+    with pytest.raises(EngineFailed, match="must not serve"):
+        await one.resume(by)
+    assert engine.paused is not None
+    await one.reset(by)
+    await one.resume(by)
+    assert engine.paused is None
+    await group.aclose(5.0)
+
+
+async def test_a_group_that_could_not_be_joined_may_be_left_and_is_not_kept(engine: Engine) -> None:
+    one, nobody = adapter(engine), replace(a_spec_of_nobody(), world_size=3, connect_timeout=0.2)
+    with pytest.raises(EngineFailed, match="nobody listens"):
+        await one.join(call(), nobody, rank_offset=1)
+    assert [receiver._receiving.memberships.names for receiver in engine.receivers] == [set(), set()]
+    await one.leave(call(), nobody.name)
+
+
 async def test_a_session_that_another_source_left_open_is_closed_before_the_next_one(engine: Engine) -> None:
     one = adapter(engine)
     group, _ = await _begun(one, call(source="dead"))
@@ -247,18 +275,18 @@ async def test_what_a_source_that_died_left_at_two_ranks_goes_with_the_next_one(
     await vllm.check(by, update)
     await vllm.pause(by, PauseMode.ABORT)
     await vllm.begin(by, update)
-    memberships = [receiver._memberships.get(spec.name) for receiver in engine.receivers]
+    memberships = [receiver._receiving.memberships.get(spec.name) for receiver in engine.receivers]
     assert [receiver.state for receiver in engine.receivers] == [EngineState.UPDATING] * 2
     source.kill()
     source.end()
     limit = time.monotonic() + 10.0
-    while not all(membership is not None and membership.useless for membership in memberships):
+    while not all(membership is not None and membership.unusable for membership in memberships):
         assert time.monotonic() < limit, "nobody noticed"
         await asyncio.sleep(0.01)
     await vllm.hello(call(source="next"))
     assert [receiver.state for receiver in engine.receivers] == [EngineState.STALE] * 2
     group = await joined([vllm], call(source="next"), timeout=10.0)
-    assert [receiver._memberships.get(spec.name) for receiver in engine.receivers] == [None, None]
+    assert [receiver._receiving.memberships.get(spec.name) for receiver in engine.receivers] == [None, None]
     await group.aclose(5.0)
 
 
@@ -350,7 +378,7 @@ def test_a_name_is_unknown_only_where_no_rank_has_a_use_for_it() -> None:
 
 
 def test_the_answer_of_an_unseen_replica_is_read_from_its_exception() -> None:
-    reply = Reply(done=False, state="updating", incarnation="i").to_dict()
+    reply = Reply(done=False, state="updating", incarnation="i").to_json()
     text = f"Call to collective_rpc method failed: Worker failed with error '{UNSEEN_REPLICA}{json.dumps(reply)}', see"
     assert unseen_replica(RemoteRaised(text, cause=RuntimeError(text))) == [reply]
     with pytest.raises(RemoteRaised):
@@ -359,4 +387,4 @@ def test_the_answer_of_an_unseen_replica_is_read_from_its_exception() -> None:
 
 def test_an_update_travels_as_text_unchanged() -> None:
     update = update_of(tensors(1.0), group="group")
-    assert decode_update(json.loads(json.dumps(encode_update(update)))) == update
+    assert update_from_json(json.loads(json.dumps(update_to_json(update)))) == update
