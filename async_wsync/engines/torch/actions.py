@@ -1,7 +1,7 @@
 """What happens to an engine's model: pauses, and updates from begin to end.
 
-Methods named after a verb carry it out. Those that return a future are called where the request arrived and must
-not block; the others run one by one in the receiver's own thread.
+Methods named after a verb carry it out. `receive` is called where the request arrived and must not block; the others
+run one by one in the receiver's own thread.
 """
 
 from __future__ import annotations

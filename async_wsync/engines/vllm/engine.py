@@ -194,8 +194,8 @@ class VLLMEngine:
     async def resume(self, call: Call) -> None:
         with self._named("resume", call) as at:
             replies = await self._ask("status", call, at)
-            states = [EngineState.UPDATING if reply.value["open"] else reply.state for reply in replies]
-            bad = [state for state in states if state in (EngineState.TORN, EngineState.UPDATING)]
+            bad = [r.state for r in replies if r.state in (EngineState.TORN, EngineState.UPDATING)]
+            bad += [EngineState.UPDATING for r in replies if r.value["open"]]
             if bad:
                 raise EngineFailed(
                     f"{self.name}: it is {bad[0]} and must not serve; a whole update that is published heals it",

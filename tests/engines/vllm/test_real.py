@@ -44,7 +44,7 @@ pytestmark = [
 
 BUCKET_BYTES = 64 * 1024
 LIMITS = Timeouts(bucket=20.0, connect=60.0, total=120.0, drain=10.0)
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @dataclass
@@ -329,8 +329,7 @@ async def test_a_caller_with_a_lower_fence_is_refused(fleet: Fleet) -> None:
 
 TRAINER = """
 import asyncio, sys, time
-from async_wsync import WeightBroadcaster
-from async_wsync.engines.vllm import VLLMServer
+from async_wsync import VLLMServer, WeightBroadcaster
 from async_wsync.sources import IterableSource
 from tests.engines.vllm import rig
 
