@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from async_wsync.engines.rejection import Findings
 from async_wsync.engines.vllm.control import At
-from async_wsync.engines.vllm.messages import Findings
 from async_wsync.engines.vllm.receiver import VLLMReceiver
 from async_wsync.runtime.object_refs import RemoteDied, RemoteRaised
 from async_wsync.transfer.tensors import dtype_name

@@ -13,10 +13,10 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
 
+from async_wsync.engines.rejection import Findings
 from async_wsync.engines.sglang.checkpoint_index import CheckpointIndex
 from async_wsync.engines.sglang.names import against_index
 from async_wsync.engines.torch.targets import check_manifest, named_targets
-from async_wsync.engines.vllm.messages import Findings
 from async_wsync.errors import EngineRejected
 from async_wsync.sources import ModuleSource, StateDictSource
 from async_wsync.transfer.module_state import module_state

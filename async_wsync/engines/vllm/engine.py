@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from async_wsync import arguments
 from async_wsync.engines.failure import Failure
 from async_wsync.engines.http import JsonServer
-from async_wsync.engines.rejection import base_missing
+from async_wsync.engines.rejection import Findings, base_missing
 from async_wsync.engines.update_codec import update_to_json
 from async_wsync.engines.vllm import messages as wire
 from async_wsync.engines.vllm.control import ActorControl, At, Control, HttpControl, hinted, unseen_replica
@@ -98,7 +98,7 @@ class VLLMEngine:
     async def check(self, call: Call, update: UpdateSpec) -> tuple[str, ...]:
         with self._named("check", call) as at:
             replies = await self._ask("check", call, at, update=update_to_json(update))
-            found = wire.Findings.merge([wire.Findings(**_tuples(reply.value)) for reply in replies])
+            found = Findings.merge([Findings(**_tuples(reply.value)) for reply in replies])
             if found.bad:
                 raise found.rejection(engine=self.name)
             if found.left_out and found.lacks:

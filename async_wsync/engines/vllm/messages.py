@@ -51,5 +51,3 @@ class Reply:
     def from_json(cls, fields: Mapping[str, Any]) -> Reply:
         failure = fields["failure"]
         return cls(**{**fields, "failure": None if failure is None else Failure.from_json(failure)})
-
-

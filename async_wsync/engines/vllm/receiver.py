@@ -29,6 +29,7 @@ from async_wsync.engines.failure import Failure
 from async_wsync.engines.receiving.receiving_end import IncomingBucket, ReceivingEnd
 from async_wsync.engines.receiving.request_log import Outcome
 from async_wsync.engines.receiving.weight_state import Part, Session
+from async_wsync.engines.rejection import Findings
 from async_wsync.engines.update_codec import update_from_json
 from async_wsync.engines.vllm import messages as wire
 from async_wsync.errors import EngineBusy, EngineFailed
@@ -50,7 +51,7 @@ class Loader(Protocol):
 
     device: torch.device
 
-    def inspect(self, manifest: Manifest) -> wire.Findings:
+    def inspect(self, manifest: Manifest) -> Findings:
         """Would the model take these tensors, and which others are missing? Changes nothing."""
         ...
 
@@ -66,7 +67,7 @@ class _Checked:
     """The last manifest that was checked."""
 
     key: str
-    findings: wire.Findings
+    findings: Findings
     params: frozenset[ParamMeta]
 
 
@@ -184,18 +185,18 @@ class VLLMReceiver:
             why = self._weights.lacks(update.base, Part(source="", update=update).names()) if findings.left_out else ""
         return asdict(replace(findings, lacks=(why,) if why else ()))
 
-    def _check_once(self, update: UpdateSpec) -> wire.Findings:
+    def _check_once(self, update: UpdateSpec) -> Findings:
         key = f"{update.manifest.fingerprint()} {update.strict}"
         if self._checked is None or self._checked.key != key:
             self._drop_stale()
             self._checked = _Checked(key, self._inspect(update), frozenset(update.manifest.params))
         return self._checked.findings
 
-    def _inspect(self, update: UpdateSpec) -> wire.Findings:
+    def _inspect(self, update: UpdateSpec) -> Findings:
         findings = self._loader.inspect(update.manifest)
         return findings if update.strict else replace(findings, missing=(), left_out=findings.missing)
 
-    def _check_only(self, update: UpdateSpec) -> wire.Findings:
+    def _check_only(self, update: UpdateSpec) -> Findings:
         """For a caller without the lock. Another's update may be between its check and its end, and is left alone."""
         if self._loading:
             raise EngineBusy("an update is open, or was left open: ask again later, or send one that closes it")

@@ -26,7 +26,8 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     initialize_layerwise_reload,
 )
 
-from async_wsync.engines.vllm.messages import UNSEEN_REPLICA, Findings
+from async_wsync.engines.rejection import Findings
+from async_wsync.engines.vllm.messages import UNSEEN_REPLICA
 from async_wsync.engines.vllm.names import drop_half_loaded, inspect_manifest
 from async_wsync.engines.vllm.receiver import VLLMReceiver
 from async_wsync.types import Manifest

@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 PROMPT = [5, 17, 200, 3]
 COUNT = 12
 CALL = Call(source="test", fence=1, timeout=60.0)
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")

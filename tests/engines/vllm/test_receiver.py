@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from async_wsync import UpdateFailed, WeightBroadcaster
+from async_wsync.engines.rejection import Findings
 from async_wsync.engines.update_codec import update_from_json, update_to_json
 from async_wsync.engines.vllm.control import unseen_replica
 from async_wsync.engines.vllm.engine import VLLMEngine
-from async_wsync.engines.vllm.messages import UNSEEN_REPLICA, Findings, Reply
+from async_wsync.engines.vllm.messages import UNSEEN_REPLICA, Reply
 from async_wsync.engines.vllm.names import _clashes, _Target
 from async_wsync.errors import BaseMissing, EngineDied, EngineFailed, EngineRejected, RendezvousError, StaleFence
 from async_wsync.runtime.object_refs import RemoteRaised
