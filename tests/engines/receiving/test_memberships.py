@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from async_wsync.groups.update_group import UpdateGroup
+from async_wsync.groups.source_end import UpdateGroup
 
 from async_wsync.engines.receiving.group_memberships import GroupMemberships
 from async_wsync.engines.receiving.receiving_end import IncomingBucket, ReceivingEnd
