@@ -326,7 +326,7 @@ def usage() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
-async def test_thirty_groups_leave_no_file_descriptor_and_no_thread(fleet: Fleet) -> None:
+async def test_fifteen_groups_leave_no_file_descriptor_and_no_thread(fleet: Fleet) -> None:
     peers = fleet.peers(2)
 
     async def cycle(broken: bool) -> None:
@@ -351,7 +351,7 @@ async def test_thirty_groups_leave_no_file_descriptor_and_no_thread(fleet: Fleet
     for i in range(3):
         await cycle(broken=i == 1)
     before = await level(None)
-    for i in range(30):
+    for i in range(15):
         await cycle(broken=i % 5 == 0)
     after = await level(before)
     for (fds, threads), (fds_before, threads_before) in zip(after, before, strict=True):

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from async_wsync.groups.source_end import UpdateGroup
 
 from async_wsync.engines.receiving.group_memberships import GroupMemberships
 from async_wsync.engines.receiving.receiving_end import IncomingBucket, ReceivingEnd
 from async_wsync.errors import EngineFailed, EngineReplaced, RendezvousError, StaleFence
+from async_wsync.groups.source_end import UpdateGroup
 from async_wsync.runtime.threads import wait_for
 from async_wsync.types import Call
 from tests.support.groups import opened
