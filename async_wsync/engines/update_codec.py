@@ -1,4 +1,5 @@
 """An `UpdateSpec` on its way to an engine: as columns, in which a bucket names its tensors by their position.
+And the checksums on their way back.
 
 Pickled for our own processes, and as plain values, which JSON can carry, for vLLM's.
 """
@@ -9,17 +10,28 @@ import pickle
 import threading
 import zlib
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from async_wsync.runtime.threads import spawn, wait_for
 from async_wsync.transfer.recall import recall
 from async_wsync.types import Base, BucketSpec, Manifest, ParamMeta, UpdateSpec
 
-__all__ = ["pack_update", "unpack_update", "update_from_json", "update_to_json"]
+__all__ = [
+    "pack_checksums",
+    "pack_update",
+    "packed_update",
+    "unpack_update",
+    "unpacked_checksums",
+    "update_from_json",
+    "update_to_json",
+]
 
 _PIECE = 2048
-_packing = threading.Lock()
+_PACKED_INLINE_TENSORS = 256
+_unpacking = threading.Lock()
 
 
 class _Columns(NamedTuple):
@@ -94,15 +106,29 @@ def pack_update(update: UpdateSpec) -> bytes:
     a column is pickled by itself, as no other thread runs meanwhile; and all is compressed, as it goes to each engine
     twice. ValueError if a bucket has a tensor that the manifest has not.
     """
-    with _packing:  # each engine's adapter asks in a thread of its own, at the same moment
-        body = _pack_body(update.manifest, update.buckets)
-    return pickle.dumps((_head(update), body), protocol=5)
+    return _with_head(update, _pack_body(update.manifest, update.buckets))
+
+
+async def packed_update(update: UpdateSpec) -> bytes:
+    """`pack_update`, without holding up the event loop: one thread packs for all engines that ask meanwhile."""
+    if len(update.manifest.params) <= _PACKED_INLINE_TENSORS:
+        return pack_update(update)
+    return _with_head(update, await wait_for(_packing(update.manifest, update.buckets)))
 
 
 def unpack_update(data: bytes) -> UpdateSpec:
     """The spec that `pack_update` packed."""
     head, body = pickle.loads(data)
     return _spec(head, *_unpack_body(body))
+
+
+def _with_head(update: UpdateSpec, body: bytes) -> bytes:
+    return pickle.dumps((_head(update), body), protocol=5)
+
+
+@recall(4, lambda manifest, buckets: (id(manifest), id(buckets)))
+def _packing(manifest: Manifest, buckets: Sequence[BucketSpec]) -> Future[bytes]:
+    return spawn(_pack_body, manifest, buckets, name="wsync-pack")
 
 
 @recall(4, lambda manifest, buckets: (id(manifest), id(buckets)))
@@ -128,3 +154,22 @@ def _in_pieces(items: Sequence[Any]) -> list[bytes]:
 
 def _joined(pieces: Sequence[bytes]) -> list[Any]:
     return [item for piece in pieces for item in pickle.loads(piece)]
+
+
+# -------------------------------------------------------------------------------- checksums
+
+
+def pack_checksums(checksums: Mapping[str, str]) -> list[bytes]:
+    """Checksums by name, in pieces of which each is unpacked in about a millisecond."""
+    return [*_in_pieces([*checksums]), *_in_pieces([*checksums.values()])]
+
+
+async def unpacked_checksums(pieces: Sequence[bytes]) -> dict[str, str]:
+    """The checksums that `pack_checksums` packed, without holding up the event loop: one engine's at a time."""
+    return await wait_for(spawn(_unpack_checksums, pieces, name="wsync-unpack"))
+
+
+def _unpack_checksums(pieces: Sequence[bytes]) -> dict[str, str]:
+    with _unpacking:  # the more threads want the GIL, the longer the loop waits for it
+        names, digests = _joined(pieces[: len(pieces) // 2]), _joined(pieces[len(pieces) // 2 :])
+        return dict(zip(names, digests, strict=True))

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from async_wsync.engines.update_codec import pack_update, unpack_update
+from async_wsync.engines.update_codec import packed_update, unpack_update
 from async_wsync.errors import Cancelled, UpdateFailed
 from async_wsync.rounds.member import RoundMember
 from async_wsync.rounds.state import Phase
 from async_wsync.runtime.cancellation import finish
+from async_wsync.runtime.threads import spawn, wait_for
 from async_wsync.types import Manifest, ParamMeta, UpdateSpec
 from async_wsync.update.attempt import Attempt
 from async_wsync.update.context import UpdateContext
@@ -55,7 +56,7 @@ class SharedUpdate(Update):
     async def _gather(self, attempt: Attempt, spec: UpdateSpec) -> None:
         """Wait until all sources are there. We have touched nothing yet; the others may have, by the time we look."""
         with self.history.during("gather"):
-            packed = pack_update(replace(spec, buckets=()))
+            packed = await packed_update(replace(spec, buckets=()))
             names = tuple(engine.name for engine in attempt.engines)
             await attempt.calls.race(self.member.join(engines=names, manifest=packed))
             attempt.update = replace(attempt.update, update_id=self.member.update_id)
@@ -92,19 +93,8 @@ class SharedUpdate(Update):
         attempt.published_by_leader()
 
     async def _union(self) -> Manifest:
-        """All parts as one manifest, for the strict check. ValueError where two sources send one name."""
-        params: dict[str, ParamMeta] = {}
-        aliases: dict[str, str] = {}
-        tied: tuple[tuple[str, str], ...] = ()
-        for source, packed in (await self.member.manifests()).items():
-            part = unpack_update(packed).manifest
-            for name in (*(meta.name for meta in part.params), *(alias for alias, _ in part.aliases)):
-                if name in params or name in aliases:
-                    raise ValueError(f"{name!r} is sent by source {source!r} and by another source of the round")
-            params.update((meta.name, meta) for meta in part.params)
-            aliases.update(part.aliases)
-            tied += part.tied
-        return Manifest(params=tuple(params.values()), aliases=tuple(aliases.items()), tied=tied)
+        """All parts as one manifest, for the strict check. ValueError if two sources send one name."""
+        return await wait_for(spawn(_union_of, await self.member.manifests(), name="wsync-union"))
 
     # ---------------------------------------------------------------------------- the round
 
@@ -170,3 +160,18 @@ class SharedUpdate(Update):
             return first
         failed.__cause__ = first if first is not failed else None
         return failed
+
+
+def _union_of(packed_parts: Mapping[str, bytes]) -> Manifest:
+    params: dict[str, ParamMeta] = {}
+    aliases: dict[str, str] = {}
+    tied: tuple[tuple[str, str], ...] = ()
+    for source, packed in packed_parts.items():
+        part = unpack_update(packed).manifest
+        for name in (*(meta.name for meta in part.params), *(alias for alias, _ in part.aliases)):
+            if name in params or name in aliases:
+                raise ValueError(f"{name!r} is sent by source {source!r} and by another source of the round")
+        params.update((meta.name, meta) for meta in part.params)
+        aliases.update(part.aliases)
+        tied += part.tied
+    return Manifest(params=tuple(params.values()), aliases=tuple(aliases.items()), tied=tied)

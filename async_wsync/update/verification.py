@@ -1,7 +1,7 @@
-"""Checking engines that can't tell our checksums: by their own ones, and by samples of their weights.
+"""Whether the engines hold what was sent.
 
-SGLang hashes fused and sharded tensors its own way. Two such engines can still be compared with each other, and a few
-rows of each tensor with the source.
+By our checksums, if they can tell them. SGLang hashes fused and sharded tensors its own way: two such engines can still
+be compared with each other, and a few rows of each tensor with the source.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from async_wsync.errors import EngineFailed
+from async_wsync.transfer.checksum import combined_digest
 from async_wsync.types import Call, Manifest
 
-__all__ = ["HasOwnChecks", "check_own"]
+__all__ = ["HasOwnChecks", "check_own", "compare_checksums"]
 
 #: Tensors sampled, spread over the manifest: a call each.
 MAX_SAMPLES = 32
@@ -34,6 +35,32 @@ class HasOwnChecks(Protocol):
 
 #: Makes one call of every engine, all at once; the answers by engine name.
 Ask = Callable[[Callable[[Any, Call], Coroutine[Any, Any, Any]]], Awaitable[Mapping[str, Any]]]
+
+
+def compare_checksums(
+    told: dict[str, dict[str, str]], manifest: Manifest, wanted: Mapping[str, str] | None
+) -> str | None:
+    """The digest of all tensors that every engine holds. Raises `EngineFailed` for the first engine that differs.
+
+    ``told``: digests by tensor name, by engine name; empty afterwards, as to free all of them at once would hold up the
+    event loop. ``wanted``: the source's, or None to compare the engines with each
+    other.
+    """
+    names = [meta.name for meta in manifest.params]
+    first = "the source"
+    for engine in list(told):
+        digests = told.pop(engine)
+        if wanted is None:
+            wanted, first = {name: digests[name] for name in names if name in digests}, engine
+        differing = [name for name in names if digests.get(name) != wanted.get(name)]
+        if differing:
+            raise EngineFailed(
+                f"{engine}: {len(differing)} tensors differ from {first} after the update, "
+                f"first {', '.join(differing[:3])}",
+                engine=engine,
+                phase="verify",
+            )
+    return combined_digest(wanted) if wanted else None
 
 
 async def check_own(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import uuid
 from typing import Any
 
@@ -11,11 +12,10 @@ from async_wsync.engines.failure import Failure
 from async_wsync.engines.replies import failure_in, short
 from async_wsync.engines.torch import messages as p
 from async_wsync.engines.torch.actor_calls import ActorCalls
-from async_wsync.engines.update_codec import pack_update
+from async_wsync.engines.update_codec import packed_update, unpacked_checksums
 from async_wsync.errors import EngineDied, EngineFailed, EngineReplaced, EngineTimeout
 from async_wsync.phases import field_of, not_within
 from async_wsync.runtime.object_refs import RemoteDied, RemoteRaised
-from async_wsync.runtime.threads import DaemonWorker
 from async_wsync.types import BucketSpec, Call, EngineInfo, GroupSpec, PauseMode, UpdateSpec, WireFormat
 
 __all__ = ["TorchEngine"]
@@ -24,7 +24,10 @@ _POLL_FIRST = 0.002
 _POLL_CAP = 0.05
 _POLL_RECEIVING = 0.04
 _POLL_HINTED_CAP = 0.008
-_PACK_INLINE_TENSORS = 256
+
+# A number instead of random bytes for each: reading those gives up the GIL, for 5 ms if other threads compute.
+_REQUESTS = uuid.uuid4().hex
+_numbers = itertools.count()
 
 
 class _PollInterval:
@@ -81,7 +84,6 @@ class TorchEngine:
         self.name = _default_name(handle) if name is None else name
         self._incarnation: str | None = None
         self._receiving: set[_PollInterval] = set()
-        self._packer: DaemonWorker | None = None
         self._calls = ActorCalls(handle, method, control_connection=control_connection)
 
     def __repr__(self) -> str:
@@ -107,7 +109,7 @@ class TorchEngine:
         await self._ask(call, p.Leave(group))
 
     async def check(self, call: Call, update: UpdateSpec) -> tuple[str, ...]:
-        return tuple(await self._ask(call, p.Check(await self._pack(update))))
+        return tuple(await self._ask(call, p.Check(await packed_update(update))))
 
     async def pause(self, call: Call, mode: PauseMode) -> None:
         await self._ask(call, p.Pause(mode))
@@ -116,7 +118,7 @@ class TorchEngine:
         await self._ask(call, p.Flush())
 
     async def begin(self, call: Call, update: UpdateSpec) -> None:
-        await self._ask(call, p.Begin(await self._pack(update)))
+        await self._ask(call, p.Begin(await packed_update(update)))
 
     async def receive(self, call: Call, update: UpdateSpec, bucket: BucketSpec) -> None:
         # Rarely: each poll takes a moment of both processes from the broadcast, and its end is hinted at.
@@ -150,23 +152,13 @@ class TorchEngine:
         await self._ask(call, p.Reset())
 
     async def checksums(self, call: Call) -> dict[str, str]:
-        return dict(await self._ask(call, p.Checksums()))
+        return await unpacked_checksums(await self._ask(call, p.Checksums()))
 
     async def aclose(self) -> None:
         """Idempotent; the actor is left alone."""
         self._calls.close()
-        if self._packer is not None:
-            self._packer.close()
-            self._packer = None
 
     # ------------------------------------------------------------------------
-
-    async def _pack(self, update: UpdateSpec) -> bytes:
-        if len(update.manifest.params) <= _PACK_INLINE_TENSORS:
-            return pack_update(update)
-        if self._packer is None:
-            self._packer = DaemonWorker(f"wsync-pack-{self.name}")
-        return await self._packer.run(pack_update, update)
 
     async def _ask(
         self,
@@ -180,7 +172,7 @@ class TorchEngine:
         """Start ``verb`` and poll until it has an outcome, for ``call.timeout`` seconds at most."""
         phase = phase_of(type(verb))
         incarnation = None if to_anyone else self._incarnation
-        request = p.Request(id=uuid.uuid4().hex, call=call, verb=verb, incarnation=incarnation)
+        request = p.Request(id=f"{_REQUESTS}-{next(_numbers)}", call=call, verb=verb, incarnation=incarnation)
         poll_interval = poll_interval or _PollInterval()
         try:
             async with asyncio.timeout(call.timeout) as limit:

@@ -138,7 +138,7 @@ class Reset(Verb):
 
 @dataclass(frozen=True, slots=True)
 class Checksums(Verb):
-    """Digest per tensor name."""
+    """The digest of each tensor by name, as `pack_checksums` packs them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from async_wsync.engines.torch import messages as p
 from async_wsync.engines.torch.actions import Hooks, ReceiverActions
 from async_wsync.engines.torch.control import ControlServer
 from async_wsync.engines.torch.targets import Model, model_device, named_targets
+from async_wsync.engines.update_codec import pack_checksums
 from async_wsync.runtime.object_refs import node_address
 from async_wsync.runtime.threads import DaemonWorker
 from async_wsync.transfer.checksum import model_digests
@@ -111,5 +112,5 @@ class RequestHandler:
                 pid=os.getpid(),
             )
 
-    def _checksums(self, call: Call, verb: p.Checksums) -> dict[str, str]:
-        return model_digests(named_targets(self.actions.model))
+    def _checksums(self, call: Call, verb: p.Checksums) -> list[bytes]:
+        return pack_checksums(model_digests(named_targets(self.actions.model)))

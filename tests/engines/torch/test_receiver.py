@@ -19,7 +19,7 @@ from async_wsync.engines.receiving.weight_state import WeightState
 from async_wsync.engines.torch import messages as p
 from async_wsync.engines.torch.receiver import WeightReceiver
 from async_wsync.engines.torch.targets import check_manifest
-from async_wsync.engines.update_codec import pack_update, unpack_update
+from async_wsync.engines.update_codec import pack_update, unpack_update, unpacked_checksums
 from async_wsync.errors import (
     BaseMissing,
     EngineBusy,
@@ -128,7 +128,7 @@ async def test_an_outcome_can_be_asked_for_again_after_its_reply_was_lost() -> N
     request_id = start(receiver, p.Checksums())
     first = await outcome(receiver, request_id)
     assert await outcome(receiver, request_id) == first
-    assert first == model_digests(receiver._request_handler.actions.model.state_dict())
+    assert await unpacked_checksums(first) == model_digests(receiver._request_handler.actions.model.state_dict())
 
 
 async def test_an_unknown_request_is_an_error_and_not_an_endless_wait() -> None:
