@@ -43,7 +43,7 @@ LAYERS = (
     {"rounds/state"},
     {"rounds/server", "rounds/member"},
     {"rounds"},
-    {"engines/replies", "engines/rejection", "engines/update_codec"},
+    {"engines/replies", "engines/rejection", "engines/request_ids", "engines/update_codec"},
     {"engines/failure", "engines/http"},
     {"engines/receiving/group_membership", "engines/receiving/weight_state", "engines/receiving/serving_gate"},
     {"engines/receiving/group_memberships", "engines/receiving/request_log"},

@@ -106,14 +106,13 @@ def pack_update(update: UpdateSpec) -> bytes:
     a column is pickled by itself, as no other thread runs meanwhile; and all is compressed, as it goes to each engine
     twice. ValueError if a bucket has a tensor that the manifest has not.
     """
-    return _with_head(update, _pack_body(update.manifest, update.buckets))
+    return _with_head(update, _packed_body(update.manifest, update.buckets).result())
 
 
 async def packed_update(update: UpdateSpec) -> bytes:
     """`pack_update`, without holding up the event loop: one thread packs for all engines that ask meanwhile."""
-    if len(update.manifest.params) <= _PACKED_INLINE_TENSORS:
-        return pack_update(update)
-    return _with_head(update, await wait_for(_packing(update.manifest, update.buckets)))
+    body = _packed_body(update.manifest, update.buckets)
+    return _with_head(update, body.result() if body.done() else await wait_for(body))
 
 
 def unpack_update(data: bytes) -> UpdateSpec:
@@ -127,13 +126,16 @@ def _with_head(update: UpdateSpec, body: bytes) -> bytes:
 
 
 @recall(4, lambda manifest, buckets: (id(manifest), id(buckets)))
-def _packing(manifest: Manifest, buckets: Sequence[BucketSpec]) -> Future[bytes]:
-    return spawn(_pack_body, manifest, buckets, name="wsync-pack")
-
-
-@recall(4, lambda manifest, buckets: (id(manifest), id(buckets)))
-def _pack_body(manifest: Manifest, buckets: Sequence[BucketSpec]) -> bytes:
+def _packed_body(manifest: Manifest, buckets: Sequence[BucketSpec]) -> Future[bytes]:
     """Computed once for all engines of an update, and for further updates of the same tensors."""
+    if len(manifest.params) > _PACKED_INLINE_TENSORS:
+        return spawn(_pack_body, manifest, buckets, name="wsync-pack")
+    body: Future[bytes] = Future()
+    body.set_result(_pack_body(manifest, buckets))
+    return body
+
+
+def _pack_body(manifest: Manifest, buckets: Sequence[BucketSpec]) -> bytes:
     *columns, placed = _to_columns(manifest, buckets)
     packed = [(index, nbytes, _in_pieces(places)) for index, nbytes, places in placed]
     return zlib.compress(pickle.dumps((*map(_in_pieces, columns), packed), protocol=5), level=1)

@@ -16,7 +16,7 @@ import torch
 from async_wsync.errors import SourceError, WeightSyncError
 from async_wsync.protocols import WeightSource
 from async_wsync.runtime.foreign_code import as_raised
-from async_wsync.runtime.threads import DaemonWorker, wait_done, wait_for
+from async_wsync.runtime.threads import DaemonWorker, spawn, wait_done, wait_for
 from async_wsync.sources.bucket_stream import BucketStream, StagedBucket, wire_digest
 from async_wsync.sources.tensors import let_go
 from async_wsync.transfer.known_manifests import known_manifest
@@ -100,12 +100,8 @@ class SourceReader:
         """`plan_buckets` of the manifest, off the loop: thousands of tensors take it tens of milliseconds."""
         manifest = await self.manifest()
         # Not the source's thread, which may be waiting for a bucket to be released.
-        planner = DaemonWorker("async-wsync-plan")
-        planned = planner.submit(
-            partial(plan_buckets, manifest, bucket_bytes=bucket_bytes, atomic_groups=atomic_groups)
-        )
-        planner.close()
-        return await wait_for(planned)
+        plan = partial(plan_buckets, manifest, bucket_bytes=bucket_bytes, atomic_groups=atomic_groups)
+        return await wait_for(spawn(plan, name="async-wsync-plan"))
 
     def buckets(
         self,

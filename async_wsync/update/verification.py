@@ -43,8 +43,7 @@ def compare_checksums(
     """The digest of all tensors that every engine holds. Raises `EngineFailed` for the first engine that differs.
 
     ``told``: digests by tensor name, by engine name; empty afterwards, as to free all of them at once would hold up the
-    event loop. ``wanted``: the source's, or None to compare the engines with each
-    other.
+    event loop. ``wanted``: the source's, or None to compare the engines with each other.
     """
     names = [meta.name for meta in manifest.params]
     first = "the source"

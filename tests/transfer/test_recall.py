@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from concurrent.futures import Future
 
 import pytest
 
@@ -49,6 +50,25 @@ def test_an_error_is_not_kept() -> None:
     with pytest.raises(ValueError, match="no"):
         ask()
     assert ask() == "yes"
+
+
+def test_a_future_that_failed_is_not_kept() -> None:
+    calls: list[Future[int]] = []
+
+    @recall(4, lambda number: number)
+    def begin(number: int) -> Future[int]:
+        calls.append(Future())
+        return calls[-1]
+
+    first = begin(1)
+    assert begin(1) is first  # it is under way
+    first.set_exception(MemoryError())
+    second = begin(1)
+    with pytest.raises(MemoryError):
+        first.result()
+    second.set_result(7)
+    assert begin(1) is second
+    assert len(calls) == 2
 
 
 def test_plans_and_layouts_of_one_manifest_are_the_same_objects_and_of_an_equal_one_equal() -> None:

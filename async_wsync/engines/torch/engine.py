@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import uuid
 from typing import Any
 
 from async_wsync import arguments
 from async_wsync.engines.failure import Failure
 from async_wsync.engines.replies import failure_in, short
+from async_wsync.engines.request_ids import new_request_id
 from async_wsync.engines.torch import messages as p
 from async_wsync.engines.torch.actor_calls import ActorCalls
 from async_wsync.engines.update_codec import packed_update, unpacked_checksums
@@ -24,10 +23,6 @@ _POLL_FIRST = 0.002
 _POLL_CAP = 0.05
 _POLL_RECEIVING = 0.04
 _POLL_HINTED_CAP = 0.008
-
-# A number instead of random bytes for each: reading those gives up the GIL, for 5 ms if other threads compute.
-_REQUESTS = uuid.uuid4().hex
-_numbers = itertools.count()
 
 
 class _PollInterval:
@@ -172,7 +167,7 @@ class TorchEngine:
         """Start ``verb`` and poll until it has an outcome, for ``call.timeout`` seconds at most."""
         phase = phase_of(type(verb))
         incarnation = None if to_anyone else self._incarnation
-        request = p.Request(id=f"{_REQUESTS}-{next(_numbers)}", call=call, verb=verb, incarnation=incarnation)
+        request = p.Request(id=new_request_id(), call=call, verb=verb, incarnation=incarnation)
         poll_interval = poll_interval or _PollInterval()
         try:
             async with asyncio.timeout(call.timeout) as limit:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-import uuid
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -18,6 +17,7 @@ from async_wsync import arguments
 from async_wsync.engines.failure import Failure
 from async_wsync.engines.http import JsonServer
 from async_wsync.engines.rejection import Findings, base_missing
+from async_wsync.engines.request_ids import new_request_id
 from async_wsync.engines.update_codec import update_to_json
 from async_wsync.engines.vllm import messages as wire
 from async_wsync.engines.vllm.control import ActorControl, At, Control, HttpControl, hinted, unseen_replica
@@ -116,7 +116,7 @@ class VLLMEngine:
 
     async def join(self, call: Call, group: GroupSpec, *, rank_offset: int) -> None:
         with self._named("connect", call) as at:
-            request_id = uuid.uuid4().hex
+            request_id = new_request_id()
             request = wire.encode("join", call, id=request_id, group=group, rank_offset=rank_offset)
             await self._alive(self._control.init(request, at), at)
             await self._until_done(request_id, at, pauses=_JOIN_PAUSES)
@@ -164,7 +164,7 @@ class VLLMEngine:
 
     async def receive(self, call: Call, update: UpdateSpec, bucket: BucketSpec) -> None:
         with self._named("receive", call, bucket.index) as at:
-            request_id = uuid.uuid4().hex
+            request_id = new_request_id()
             request = wire.encode("receive", call, id=request_id, update_id=update.update_id, index=bucket.index)
             # One at a time, so that buckets are asked for in order over any number of connections.
             async with self._posting:
@@ -236,7 +236,7 @@ class VLLMEngine:
         return await self._replies(wire.encode(verb, call, **fields), at)
 
     async def _ask_long(self, verb: str, call: Call, at: At, **fields: Any) -> None:
-        request_id = uuid.uuid4().hex
+        request_id = new_request_id()
         replies = await self._ask(verb, call, at, id=request_id, **fields)
         if not all(reply.done for reply in replies):
             await self._until_done(request_id, at)
